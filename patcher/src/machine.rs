@@ -1,0 +1,195 @@
+//! What an engine gives: a [`Machine`] that runs, and a [`Stopped`] one that may be changed.
+//!
+//! [`Stopped::write_text`] exists on no other type, so code that patches a running guest does not
+//! compile. Dropping a [`Stopped`] resumes the guest.
+
+use std::time::Duration;
+
+use vm_memory::VolatileSlice;
+
+use crate::addr::Gpa;
+use crate::mem::PhysMem;
+
+/// A guest under an engine's control.
+///
+/// All methods take `&self`: one thread may drain rings while another stops the guest.
+pub trait Machine: Sync {
+    /// The guest's RAM.
+    fn ram(&self) -> &dyn PhysMem;
+
+    /// How many vCPUs the guest has, online or not.
+    fn vcpus(&self) -> usize;
+
+    /// The region's part that holds trampoline code: the guest may read and execute it, and a
+    /// guest's write never reaches it.
+    fn region_code(&self) -> RegionWindow<'_>;
+
+    /// The region's part that holds rings: the guest may read and write it.
+    fn region_rings(&self) -> RegionWindow<'_>;
+
+    /// The frequency in Hz of the clock that the guest's time-stamp instruction reads.
+    fn clock_hz(&self) -> u64;
+
+    /// Takes one vCPU out of the guest, reads its registers and lets it run on. The others are not
+    /// touched.
+    ///
+    /// # Errors
+    /// As [`Machine::stop`].
+    fn sample(&self, vcpu: usize) -> Result<Registers, StopError>;
+
+    /// Stops every vCPU at an instruction boundary with no device access half done.
+    ///
+    /// # Errors
+    /// A vCPU that does not stop in time, or a guest that is gone. Every vCPU then runs as before.
+    fn stop(&self) -> Result<Box<dyn Stopped + '_>, StopError>;
+}
+
+/// A guest whose vCPUs all stand still. Dropping it resumes them.
+pub trait Stopped {
+    /// The registers of one vCPU.
+    ///
+    /// # Errors
+    /// [`StopError::NoSuchVcpu`], or what the engine says.
+    fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError>;
+
+    /// Writes guest text, in the order given, so that vCPUs execute it from the moment they resume.
+    ///
+    /// # Errors
+    /// Stops at the first write that fails and says which; the guest may have seen any part of that
+    /// one, all of those before it and none of those behind it.
+    fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError>;
+
+    /// Resumes the guest and tells what the stop cost.
+    ///
+    /// # Errors
+    /// What the engine says; the vCPUs that can still run do.
+    fn resume(self: Box<Self>) -> Result<StopTimes, StopError>;
+}
+
+/// One write of guest text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TextWrite<'a> {
+    /// Where, in guest-physical memory.
+    pub at: Gpa,
+    /// The bytes to be there.
+    pub bytes: &'a [u8],
+}
+
+/// One part of the memory that the hypervisor provides.
+#[derive(Debug)]
+pub struct RegionWindow<'a> {
+    /// Where the guest's page tables must point to reach it; 2 MiB-aligned.
+    pub gpa: Gpa,
+    /// The same memory in this process.
+    pub memory: VolatileSlice<'a>,
+}
+
+/// How long a stop took, phase by phase, by the host's monotonic clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StopTimes {
+    /// From the first kick until the last vCPU had left the guest.
+    pub quiesce: Duration,
+    /// From then until the resume was asked for: what was done with the guest at a standstill.
+    pub held: Duration,
+    /// From then until every vCPU had been let go.
+    pub resume: Duration,
+}
+
+impl StopTimes {
+    /// The whole stop, from the first kick until every vCPU runs again.
+    #[must_use]
+    pub fn total(&self) -> Duration {
+        self.quiesce + self.held + self.resume
+    }
+}
+
+/// The registers of one vCPU that introspection needs, per architecture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Registers {
+    /// An x86_64 vCPU.
+    X86_64(X86Registers),
+}
+
+impl Registers {
+    /// The address of the next instruction, as the vCPU's own address space sees it.
+    #[must_use]
+    pub fn pc(&self) -> u64 {
+        match self {
+            Registers::X86_64(x86) => x86.rip,
+        }
+    }
+}
+
+/// Registers of an x86_64 vCPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct X86Registers {
+    /// Instruction pointer.
+    pub rip: u64,
+    /// Stack pointer.
+    pub rsp: u64,
+    /// Flags.
+    pub rflags: u64,
+    /// Code segment selector; its low two bits are the privilege level.
+    pub cs: u16,
+    /// Control register 0.
+    pub cr0: u64,
+    /// Root of the page tables in use, with PCID bits.
+    pub cr3: u64,
+    /// Control register 4; bit 12 is LA57.
+    pub cr4: u64,
+    /// Extended feature enable register; bit 10 is LMA.
+    pub efer: u64,
+    /// Base of GS as it is now.
+    pub gs_base: u64,
+    /// The GS base that SWAPGS would bring in.
+    pub kernel_gs_base: u64,
+}
+
+/// A guest could not be stopped, sampled or resumed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StopError {
+    /// A vCPU did not leave the guest in time. All vCPUs run as before.
+    #[error(
+        "vCPU {vcpu} did not stop within {} ms; the guest runs on unchanged",
+        waited.as_millis()
+    )]
+    Silent {
+        /// The first vCPU that did not answer.
+        vcpu: usize,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+    /// The guest has ended.
+    #[error("the guest has ended")]
+    Gone,
+    /// There is no vCPU of that number.
+    #[error("the guest has no vCPU {vcpu}; its vCPUs are numbered from 0 to {}", count - 1)]
+    NoSuchVcpu {
+        /// The number asked for.
+        vcpu: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// The engine failed.
+    #[error("the engine could not {what}: {source}")]
+    Engine {
+        /// What was asked of it.
+        what: &'static str,
+        /// Why it failed.
+        source: std::io::Error,
+    },
+}
+
+/// Guest text could not be written.
+#[derive(Debug, thiserror::Error)]
+#[error("writing guest text at guest-physical {at} failed: {reason}")]
+pub struct TextWriteError {
+    /// Index of the write that failed; all before it are done.
+    pub index: usize,
+    /// Where it was to go.
+    pub at: Gpa,
+    /// Why it failed.
+    pub reason: String,
+}

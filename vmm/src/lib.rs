@@ -1,0 +1,1 @@
+//! Engines that run guests, and the `vmm` program on top of them.

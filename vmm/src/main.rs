@@ -1,0 +1,3 @@
+//! The `vmm` program.
+
+fn main() {}
