@@ -1,1 +1,17 @@
-//! Guests for tests and demos.
+//! Guests for tests and demos: Debian's stock kernels, initramfs archives whose workloads make a
+//! known number of calls, captures of a guest's memory, and the nested-KVM lab.
+//!
+//! What is slow to make is kept in a [`Cache`] on disk, so the first use of a kernel downloads it
+//! and later ones do not.
+
+mod apt;
+mod cache;
+mod command;
+mod index;
+mod kernel;
+
+pub use apt::AptError;
+pub use cache::{Cache, CacheError};
+pub use command::CommandError;
+pub use index::{Series, UnknownSeries};
+pub use kernel::{Kernel, KernelError, Module, kernel};
