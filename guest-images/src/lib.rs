@@ -7,11 +7,15 @@
 mod apt;
 mod cache;
 mod command;
+mod cpio;
 mod index;
+mod initramfs;
 mod kernel;
 
 pub use apt::AptError;
 pub use cache::{Cache, CacheError};
 pub use command::CommandError;
+pub use cpio::{Archive, FileTooLarge};
 pub use index::{Series, UnknownSeries};
+pub use initramfs::{Initramfs, InitramfsError};
 pub use kernel::{Kernel, KernelError, Module, kernel};
