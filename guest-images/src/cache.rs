@@ -96,7 +96,7 @@ impl Cache {
         if !path.exists() {
             // Under the lock nobody else stages this entry: what is there was left by a process
             // that was killed.
-            let staging = self.root.join(".staging").join(name.replace('/', "_"));
+            let staging = self.directory(".staging")?.join(name.replace('/', "_"));
             remove_tree(&staging)?;
             fs::create_dir_all(&staging)
                 .map_err(CacheError::during("create the directory", &staging))?;
