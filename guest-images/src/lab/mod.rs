@@ -46,6 +46,10 @@ const INIT: &str = include_str!("../../guest/lab-init.sh");
 /// What runs scripts there, compiled by the build script.
 const AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/agent"));
 
+/// The first level's processor: one with AMD's virtualisation and nested paging, less the features
+/// that QEMU's emulation lacks and would complain about.
+pub const LAB_CPU: &str = "EPYC,+svm,+npt,-fxsr-opt,-misalignsse,-osvw,-topoext,-nrip-save,-xsavec";
+
 /// How long the first-level guest may take to boot. An idle machine needs 5 s.
 const BOOT: Duration = Duration::from_secs(180);
 
@@ -142,14 +146,14 @@ impl Lab {
         Ok(Self {
             kernel: kernel.vmlinuz.clone(),
             initramfs,
-            cpu: "EPYC,+svm,+npt".to_owned(),
+            cpu: LAB_CPU.to_owned(),
             cpus: 2,
             memory_mib: 2500,
         })
     }
 
-    /// QEMU's name of the processor, which must have `+svm,+npt`; `max,+svm,+npt` pages with 5
-    /// levels.
+    /// QEMU's name of the processor in place of [`LAB_CPU`]. It must have `+svm,+npt`;
+    /// `max,+svm,+npt` pages with 5 levels.
     #[must_use]
     pub fn cpu(mut self, cpu: &str) -> Self {
         cpu.clone_into(&mut self.cpu);
