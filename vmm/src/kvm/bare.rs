@@ -30,6 +30,7 @@ pub struct BareGuest {
     entry: Gpa,
     memory: Vec<(Gpa, Vec<u8>)>,
     root: Option<Gpa>,
+    all_at_once: bool,
     on_port_write: Option<PortHandler>,
 }
 
@@ -41,6 +42,7 @@ impl BareGuest {
             entry: HIGH_RAM,
             memory: vec![(HIGH_RAM, code.to_vec())],
             root: None,
+            all_at_once: true,
             on_port_write: None,
         }
     }
@@ -57,6 +59,13 @@ impl BareGuest {
     #[must_use]
     pub fn with_root(mut self, root: Gpa) -> Self {
         self.root = Some(root);
+        self
+    }
+
+    /// Has all vCPUs but the first wait to be woken by it, as the processors of a PC do.
+    #[must_use]
+    pub fn with_waiting_processors(mut self) -> Self {
+        self.all_at_once = false;
         self
     }
 
@@ -102,7 +111,7 @@ impl BareGuest {
             rdi: vcpu as u64,
             cr3: root.0,
             protected: true,
-            at_once: true,
+            at_once: self.all_at_once || vcpu == 0,
             ..Entry::default()
         };
         Ok((0..cpus).map(entry).collect())
