@@ -1,0 +1,3 @@
+//! Everything that differs between architectures.
+
+pub mod x86_64;

@@ -1,0 +1,3 @@
+//! x86_64.
+
+pub mod trampoline;
