@@ -11,4 +11,6 @@ pub mod addr;
 pub mod arch;
 pub mod machine;
 pub mod mem;
+pub mod patch;
 pub mod region;
+pub mod trace;
