@@ -8,5 +8,7 @@
 //! [`addr`], [`mem`], [`machine`], [`arch`], [`kernel`], [`region`], [`patch`], [`trace`].
 
 pub mod addr;
+pub mod arch;
+pub mod kernel;
 pub mod machine;
 pub mod mem;
