@@ -13,60 +13,12 @@
 //! stand before it or behind it, never half-way, and either is good with either instruction.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::addr::{Gpa, Gva};
+use crate::arch::PadBytes;
 use crate::machine::{StopError, Stopped, TextWrite, TextWriteError};
 use crate::mem::{MemError, PhysMem};
-
-/// The longest instruction at a pad of any architecture, in bytes.
-pub const MAX_SITE_BYTES: usize = 8;
-
-/// The bytes of one instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct SiteBytes {
-    len: u8,
-    bytes: [u8; MAX_SITE_BYTES],
-}
-
-impl SiteBytes {
-    /// Takes the bytes of one instruction, at most [`MAX_SITE_BYTES`]; `None` if there are more.
-    #[must_use]
-    pub fn new(bytes: &[u8]) -> Option<Self> {
-        let mut this = Self { len: bytes.len() as u8, bytes: [0; MAX_SITE_BYTES] };
-        this.bytes.get_mut(..bytes.len())?.copy_from_slice(bytes);
-        Some(this)
-    }
-
-    /// The bytes.
-    #[must_use]
-    pub fn as_slice(&self) -> &[u8] {
-        &self.bytes[..usize::from(self.len)]
-    }
-
-    fn read(ram: &dyn PhysMem, at: Gpa, len: u8) -> Result<Self, MemError> {
-        let mut this = Self { len, bytes: [0; MAX_SITE_BYTES] };
-        ram.read(at, &mut this.bytes[..usize::from(len)])?;
-        Ok(this)
-    }
-}
-
-/// As hexadecimal pairs.
-impl fmt::Display for SiteBytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, byte) in self.as_slice().iter().enumerate() {
-            write!(f, "{}{byte:02x}", if index == 0 { "" } else { " " })?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for SiteBytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "[{self}]")
-    }
-}
 
 /// One instruction that is to change.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,9 +30,9 @@ pub struct Site {
     /// Where it is in guest-physical memory.
     pub gpa: Gpa,
     /// The exact bytes that are there, and that go back.
-    pub original: SiteBytes,
+    pub original: PadBytes,
     /// The bytes to be there; as many as `original`.
-    pub replacement: SiteBytes,
+    pub replacement: PadBytes,
 }
 
 /// Sites that change together.
@@ -130,9 +82,9 @@ pub enum VerifyError {
         /// Where.
         at: Gva,
         /// What is there.
-        found: SiteBytes,
+        found: PadBytes,
         /// What should be.
-        expected: SiteBytes,
+        expected: PadBytes,
     },
     /// A vCPU's next instruction begins inside a site. It is somewhere else in a moment.
     #[error("vCPU {vcpu} stands at {pc:#x}, inside the site of {function}; nothing was written")]
@@ -204,15 +156,15 @@ impl Patchset {
         }
         sites.sort_unstable_by_key(|site| site.gpa);
         for site in &sites {
-            let len = u64::from(site.original.len);
+            let len = site.original.len() as u64;
             let one_page = (site.gpa.0 & 0xfff) + len <= 0x1000;
-            if len == 0 || site.replacement.len != site.original.len || !one_page {
+            if len == 0 || site.replacement.len() != site.original.len() || !one_page {
                 let function = Arc::clone(&site.function);
                 return Err(PlanError::NotOneInstruction { function, at: site.at });
             }
         }
         for pair in sites.windows(2) {
-            if pair[0].gpa + u64::from(pair[0].original.len) > pair[1].gpa {
+            if pair[0].gpa + pair[0].original.len() as u64 > pair[1].gpa {
                 return Err(PlanError::Overlap {
                     first: Arc::clone(&pair[0].function),
                     second: Arc::clone(&pair[1].function),
@@ -243,8 +195,8 @@ impl Patchset {
     }
 }
 
-fn writes<'a>(sites: &'a [Site], bytes: impl Fn(&'a Site) -> &'a SiteBytes) -> Vec<TextWrite<'a>> {
-    sites.iter().map(|site| TextWrite { at: site.gpa, bytes: bytes(site).as_slice() }).collect()
+fn writes<'a>(sites: &'a [Site], bytes: impl Fn(&'a Site) -> &'a PadBytes) -> Vec<TextWrite<'a>> {
+    sites.iter().map(|site| TextWrite { at: site.gpa, bytes: bytes(site) }).collect()
 }
 
 /// A patchset ready for a stop.
@@ -297,12 +249,18 @@ impl<'p> Prepared<'p> {
     fn around(&self, pc: u64) -> Option<&Site> {
         let before = self.by_address.partition_point(|site| site.at.0 < pc);
         let site = self.by_address.get(before.checked_sub(1)?)?;
-        (pc < site.at.0 + u64::from(site.original.len)).then_some(site)
+        (pc < site.at.0 + site.original.len() as u64).then_some(site)
     }
 }
 
-fn read_site(ram: &dyn PhysMem, site: &Site) -> Result<SiteBytes, VerifyError> {
-    SiteBytes::read(ram, site.gpa, site.original.len).map_err(|source| VerifyError::Unreadable {
+fn read_bytes(ram: &dyn PhysMem, site: &Site) -> Result<PadBytes, MemError> {
+    let mut bytes = site.original;
+    ram.read(site.gpa, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn read_site(ram: &dyn PhysMem, site: &Site) -> Result<PadBytes, VerifyError> {
+    read_bytes(ram, site).map_err(|source| VerifyError::Unreadable {
         function: Arc::clone(&site.function),
         at: site.at,
         source,
@@ -401,7 +359,7 @@ pub struct Reverted {
     pub already: usize,
     /// Sites that were no longer ours, left as they are: what they hold now, if they can be read.
     /// The guest has freed or rewritten that memory.
-    pub foreign: Vec<(Site, Option<SiteBytes>)>,
+    pub foreign: Vec<(Site, Option<PadBytes>)>,
     /// Sites that are ours and could not be written.
     pub failed: Vec<Site>,
 }
@@ -413,7 +371,7 @@ impl Revert<'_> {
         self.ours.clear();
         self.writes.clear();
         for (index, site) in self.sites.iter().enumerate() {
-            let found = SiteBytes::read(ram, site.gpa, site.original.len).ok();
+            let found = read_bytes(ram, site).ok();
             if found == Some(site.replacement) || self.failed.contains(&index) {
                 self.ours.push(index);
                 self.writes.push(self.originals[index]);

@@ -63,8 +63,8 @@ impl Guest {
                 function: format!("function_{index}").into(),
                 at: Gva(VA + index * 0x40),
                 gpa: Gpa(TEXT + index * 0x40),
-                original: SiteBytes::new(&NOP).unwrap(),
-                replacement: SiteBytes::new(&CALL).unwrap(),
+                original: PadBytes::new(&NOP),
+                replacement: PadBytes::new(&CALL),
             })
             .collect()
     }
@@ -287,7 +287,7 @@ fn memory_that_the_guest_took_back_is_left_alone() {
     guest.ram.write_slice(&theirs, GuestAddress(TEXT + 6 * 0x40)).unwrap();
     let reverted = applied.prepare_revert().run(&ram, &mut guest);
     assert_eq!((reverted.restored, reverted.failed.len()), (7, 0));
-    assert_eq!(reverted.foreign, [(Guest::sites()[6].clone(), SiteBytes::new(&theirs))]);
+    assert_eq!(reverted.foreign, [(Guest::sites()[6].clone(), Some(PadBytes::new(&theirs)))]);
     assert_eq!(guest.text()[6 * 0x40..][..5], theirs);
 }
 
@@ -301,14 +301,11 @@ fn sites_that_are_not_one_instruction_each_make_no_patchset() {
     assert_eq!(plan(Vec::clear), PlanError::Empty);
     assert!(matches!(plan(|s| s[1].gpa = s[0].gpa + 4), PlanError::Overlap { .. }));
     assert!(matches!(plan(|s| s[1].gpa = s[0].gpa), PlanError::Overlap { .. }));
-    let short = SiteBytes::new(&[0xe9]).unwrap();
-    for error in
-        [plan(|s| s[3].gpa = Gpa(0x1ffc)), plan(|s| s[3].original = SiteBytes::new(&[]).unwrap())]
-    {
+    let short = PadBytes::new(&[0xe9]);
+    for error in [plan(|s| s[3].gpa = Gpa(0x1ffc)), plan(|s| s[3].original = PadBytes::new(&[]))] {
         assert!(matches!(error, PlanError::NotOneInstruction { .. }));
     }
     let mut sites = Guest::sites();
     sites[0].replacement = short;
     assert!(matches!(Patchset::plan(sites), Err(PlanError::NotOneInstruction { .. })));
-    assert_eq!(SiteBytes::new(&[0; 9]), None);
 }
