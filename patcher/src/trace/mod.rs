@@ -3,3 +3,4 @@
 pub mod filter;
 pub mod merge;
 pub mod ring;
+pub mod sink;
