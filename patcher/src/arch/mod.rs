@@ -255,6 +255,15 @@ pub enum Access {
     Data,
 }
 
+/// How a guest's own functions return.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReturnForm {
+    /// A plain return instruction.
+    Plain,
+    /// A jump to the return thunk that the guest chose for its CPU (retbleed, SRSO, call depth).
+    Thunk(Gva),
+}
+
 /// How many returns of each form were seen in a piece of text.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReturnCount {

@@ -13,6 +13,7 @@ use crate::machine::Registers;
 mod pads;
 pub mod paging;
 mod returns;
+pub mod trampoline;
 
 /// The x86_64 architecture.
 #[derive(Debug)]
