@@ -52,9 +52,12 @@ pub struct FtraceText<W: Write> {
     out: W,
     line: Vec<u8>,
     cpus: usize,
-    /// Writes a finished header over the first one, where the output can be sought.
-    rewrite: Option<fn(&mut W, &[u8]) -> io::Result<()>>,
+    /// How the header is put right at the end, where the output can be sought.
+    rewrite: Option<Rewrite<W>>,
 }
+
+/// Writes a header over the one at the beginning of an output, and goes back to its end.
+type Rewrite<W> = fn(&mut W, &[u8]) -> io::Result<()>;
 
 /// Events are written out when this many bytes of text have come together.
 const BUFFER: usize = 256 << 10;
