@@ -1,0 +1,1 @@
+//! A guest's kernel, from its memory alone.
