@@ -280,8 +280,8 @@ pub enum ReturnForm {
 /// What a logging trampoline is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Logger {
-    /// Where a CPU finds its own number, 32 bits: relative to its per-CPU base, modulo 2⁶⁴.
-    pub cpu_number: u64,
+    /// Where a CPU finds its own number, 32 bits, relative to the base of its per-CPU area.
+    pub cpu_number: i32,
     /// Where the rings are.
     pub rings: RingLayout,
     /// Whether the clock is read; records carry time 0 if not.

@@ -2,4 +2,7 @@
 
 pub mod filter;
 pub mod merge;
+mod names;
 pub mod ring;
+pub mod session;
+pub mod sink;

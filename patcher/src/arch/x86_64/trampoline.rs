@@ -36,8 +36,6 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     let slots = absolute(rings.slots())?;
     // The whole of the rings has to be within reach, not only where they begin.
     absolute(rings.end())?;
-    // An offset of zero-based per-CPU data, or an address in the image: both are sign extensions.
-    let cpu_number = absolute(Gva(logger.cpu_number))?;
     let field = |offset: i32| slots.wrapping_add(offset).to_le_bytes();
     let record_shift = RECORD_BYTES.trailing_zeros() as u8;
 
@@ -53,7 +51,7 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     put(&[&[0x53]]); //                       push rbx
 
     // Reserve: rcx = CPU, rbx = index of the record in that CPU's ring.
-    put(&[&[0x65, 0x8b, 0x0c, 0x25], &cpu_number.to_le_bytes()]); // mov ecx, gs:[cpu]
+    put(&[&[0x65, 0x8b, 0x0c, 0x25], &logger.cpu_number.to_le_bytes()]); // mov ecx, gs:[cpu]
     put(&[&[0x89, 0xc8]]); //                 mov eax, ecx
     put(&[&[0xc1, 0xe0, HEADER_BYTES.trailing_zeros() as u8]]); // shl eax, log2(header)
     put(&[&[0xbb, 1, 0, 0, 0]]); //           mov ebx, 1
@@ -196,6 +194,5 @@ mod tests {
         let plain = logger(ReturnForm::Plain);
         let far_rings = RingLayout::new(far, 4 << 20, 1).unwrap();
         assert_eq!(refused(Logger { rings: far_rings, ..plain }).to, far);
-        assert_eq!(refused(Logger { cpu_number: far.0, ..plain }).to, far);
     }
 }
