@@ -5,10 +5,11 @@
 //! [`kernel`](crate::kernel) on, contain no address, bit or opcode of any one architecture.
 
 use std::fmt;
-use std::ops::{Deref, Range};
+use std::ops::{Deref, DerefMut, Range};
 
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
+use crate::region::RingLayout;
 
 pub mod paging;
 pub mod x86_64;
@@ -85,6 +86,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The per-CPU variables that may hold a CPU's own number as 32 bits, most recent kernels
     /// first.
     fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
+
+    /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.
+    ///
+    /// # Errors
+    /// The rings or the return thunk are farther from `at` than an instruction reaches.
+    fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
 }
 
 /// The architecture that these registers belong to.
@@ -191,6 +198,12 @@ impl Deref for PadBytes {
     }
 }
 
+impl DerefMut for PadBytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[..usize::from(self.len)]
+    }
+}
+
 impl fmt::Display for PadBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, byte) in self.iter().enumerate() {
@@ -262,6 +275,19 @@ pub enum ReturnForm {
     Plain,
     /// A jump to the return thunk that the guest chose for its CPU (retbleed, SRSO, call depth).
     Thunk(Gva),
+}
+
+/// What a logging trampoline is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Logger {
+    /// Where a CPU finds its own number, 32 bits, relative to the base of its per-CPU area.
+    pub cpu_number: i32,
+    /// Where the rings are.
+    pub rings: RingLayout,
+    /// Whether the clock is read; records carry time 0 if not.
+    pub clock: bool,
+    /// How the trampoline returns.
+    pub returns: ReturnForm,
 }
 
 /// How many returns of each form were seen in a piece of text.

@@ -93,6 +93,25 @@ pub enum Refusal {
     NotMapped,
 }
 
+impl Refusal {
+    /// The reason in a few words, the same for every pad that is left alone for it.
+    #[must_use]
+    pub fn label(&self) -> &'static str {
+        match self {
+            Refusal::GuestTraces { .. } => "traced by the guest",
+            Refusal::Changing => "being changed by the guest",
+            Refusal::NotYet => "not prepared yet",
+            Refusal::DeadWeak => "overridden weak functions",
+            Refusal::InitText => "init code",
+            Refusal::Module => "in modules",
+            Refusal::UnknownBytes { .. } => "of unknown bytes",
+            Refusal::UnknownPrefix { .. } => "behind unknown bytes",
+            Refusal::CrossesPage => "across two pages",
+            Refusal::NotMapped => "not mapped",
+        }
+    }
+}
+
 /// The pads could not be listed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

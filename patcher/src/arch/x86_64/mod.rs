@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::paging::AddressSpace;
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, OutOfReach, PadBytes, PadState, PerCpuVariable, Prefix,
-    ReturnCount, Unpaged,
+    Access, Arch, ByteOrder, ImageWindow, Logger, OutOfReach, PadBytes, PadState, PerCpuVariable,
+    Prefix, ReturnCount, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -13,7 +13,7 @@ use crate::machine::Registers;
 mod pads;
 pub mod paging;
 mod returns;
-pub mod trampoline;
+mod trampoline;
 
 /// The x86_64 architecture.
 #[derive(Debug)]
@@ -111,5 +111,9 @@ impl Arch for X86_64 {
             PerCpuVariable { symbol: "cpu_number", offset: 0 },
             PerCpuVariable { symbol: "pcpu_hot", offset: 12 },
         ]
+    }
+
+    fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
+        trampoline::assemble(logger, at)
     }
 }
