@@ -1,0 +1,5 @@
+//! Bare guests on this host's KVM, whichever kind it is.
+
+mod ends;
+mod stops;
+mod toys;
