@@ -1,6 +1,7 @@
 //! The command line: one module a subcommand, and what they share.
 
-use std::io;
+use std::fmt;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
@@ -39,7 +40,7 @@ pub fn main() -> ExitCode {
         Err(error) => return without_command(&error).into(),
     };
     let result = match cli.command {
-        Command::Run(options) => run::run(*options),
+        Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
     };
     result.unwrap_or_else(|error| fail(&error)).into()
@@ -58,7 +59,7 @@ fn without_command(error: &clap::Error) -> Status {
             Status::Usage
         }
         _ => {
-            eprintln!("vmm: {}", usage_sentence(&error.render().to_string()));
+            say(usage_sentence(&error.render().to_string()));
             Status::Usage
         }
     }
@@ -78,14 +79,23 @@ fn usage_sentence(rendered: &str) -> String {
 
 /// Says on stderr, in one sentence, what failed and why.
 fn fail(error: &anyhow::Error) -> Status {
-    match error.downcast_ref::<io::Error>().map(io::Error::kind) {
-        // Whoever read our output has what they wanted.
-        Some(io::ErrorKind::BrokenPipe) => Status::Success,
-        _ => {
-            eprintln!("vmm: {}", sentence(error));
-            Status::Failure
-        }
+    if is_broken_pipe(error) {
+        return Status::Success;
     }
+    say(sentence(error));
+    if error.is::<run::Conflict>() { Status::Usage } else { Status::Failure }
+}
+
+/// Whether whoever read our output has what they wanted and left.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    kind == Some(io::ErrorKind::BrokenPipe)
+}
+
+/// Says something on standard error, in the program's name. That nobody listens is no reason to
+/// fail.
+fn say(message: impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "vmm: {message}");
 }
 
 /// An error and its causes, joined. A cause that its effect's message has spelled out already is
@@ -94,7 +104,7 @@ fn sentence(error: &anyhow::Error) -> String {
     let mut sentence = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
-        if sentence.ends_with(&cause) {
+        if sentence.contains(&cause) {
             continue;
         }
         if !sentence.is_empty() {

@@ -6,6 +6,8 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use vmm::kvm::{self, KvmKind};
+
 /// Guest architectures that QEMU is looked for.
 const ARCHITECTURES: [&str; 3] = ["x86_64", "s390x", "aarch64"];
 
@@ -22,40 +24,9 @@ pub struct Findings {
     /// Whether the time-stamp counter ticks at one rate whatever the CPU does.
     pub invariant_tsc: bool,
     /// The host's KVM.
-    pub kvm: Kvm,
+    pub kvm: KvmKind,
     /// QEMU for each guest architecture.
     pub qemu: Vec<Qemu>,
-}
-
-/// The host's KVM.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Kvm {
-    /// There is no /dev/kvm.
-    Missing,
-    /// This user may not open it.
-    NotPermitted,
-    /// It opens and is not the KVM that we know.
-    Unusable(String),
-    /// It opens.
-    Present {
-        /// How it runs guests.
-        virtualisation: Virtualisation,
-        /// Its API version.
-        api: i32,
-        /// Capabilities that are needed and that it has not.
-        lacking: Vec<String>,
-    },
-}
-
-/// How a KVM runs guests.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Virtualisation {
-    /// By Intel's VT-x.
-    Vmx,
-    /// By AMD-V.
-    Svm,
-    /// By emulating guest kernels, instruction by instruction, for the reason given.
-    Emulated(String),
 }
 
 /// The QEMU binary for one guest architecture.
@@ -94,7 +65,7 @@ impl Findings {
             architecture: uname.machine().to_string_lossy().into_owned(),
             kernel: uname.release().to_string_lossy().into_owned(),
             invariant_tsc: has_invariant_tsc(&cpuinfo),
-            kvm: Kvm::Missing,
+            kvm: kvm::probe(),
             qemu: ARCHITECTURES
                 .map(|architecture| Qemu { architecture, state: QemuState::probe(architecture) })
                 .into(),

@@ -5,7 +5,9 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use super::findings::{Findings, Kvm, Qemu, QemuState, Virtualisation};
+use vmm::kvm::{Extension, KvmKind};
+
+use super::findings::{Findings, Qemu, QemuState};
 
 /// The QEMU that the nested lab needs at least. The multi-threaded TCG of older ones goes on running
 /// kernel text that the guest has changed, and hangs guests that switch their tracers or static keys.
@@ -110,14 +112,11 @@ impl Report {
 
 impl Abilities {
     fn new(findings: &Findings) -> Self {
-        let usable = findings.architecture == "x86_64";
-        let (run_bare_guests, run_stock_kernels) = match &findings.kvm {
-            Kvm::Present { virtualisation, lacking, .. } if lacking.is_empty() => (
-                usable,
-                usable && matches!(virtualisation, Virtualisation::Vmx | Virtualisation::Svm),
-            ),
-            _ => (false, false),
-        };
+        let x86 = findings.architecture == "x86_64";
+        let hardware = matches!(findings.kvm, KvmKind::Hardware(_));
+        let emulating = matches!(findings.kvm, KvmKind::Emulating { .. });
+        let (run_stock_kernels, run_bare_guests) =
+            (x86 && hardware, x86 && (hardware || emulating));
         let nested_lab = findings.qemu.iter().any(|qemu| {
             qemu.architecture == "x86_64"
                 && matches!(qemu.state, QemuState::Present { version, tcg: true, .. } if version >= LAB_QEMU)
@@ -175,69 +174,53 @@ fn clock(findings: &Findings) -> Check {
     }
 }
 
-fn kvm(kvm: &Kvm) -> Vec<Check> {
-    let device = |verdict, found: String, advice: Option<String>| Check {
-        id: "kvm.device",
-        title: "/dev/kvm".into(),
-        verdict,
-        found,
-        advice,
+fn kvm(kvm: &KvmKind) -> Vec<Check> {
+    let check = |id, title: &str, found: Result<String, (String, &str)>| {
+        let (verdict, found, advice) = match found {
+            Ok(found) => (Verdict::Ok, found, None),
+            Err((found, advice)) => (Verdict::No, found, Some(advice.into())),
+        };
+        Check { id, title: title.into(), verdict, found, advice }
     };
+    let device = |found| check("kvm.device", "/dev/kvm", found);
+    let kind = |found| check("kvm.kind", "KVM's kind", found);
+    let capabilities = |found| check("kvm.capabilities", "KVM's capabilities", found);
+
+    let opens = || device(Ok("can be opened".into()));
+    let all = || capabilities(Ok("all that are needed".into()));
     match kvm {
-        Kvm::Missing => vec![device(
-            Verdict::No,
+        KvmKind::Missing { .. } => vec![device(Err((
             "missing".into(),
-            Some(
-                "load the module kvm_intel or kvm_amd; if that fails, switch virtualisation on in \
-                 the firmware, or nested virtualisation if this is a virtual machine"
-                    .into(),
-            ),
-        )],
-        Kvm::NotPermitted => vec![device(
-            Verdict::No,
+            "load the module kvm_intel or kvm_amd; if that fails, switch virtualisation on in the \
+             firmware, or nested virtualisation if this is a virtual machine",
+        )))],
+        KvmKind::NotPermitted { .. } => vec![device(Err((
             "this user may not open it".into(),
-            Some(
-                "join the device's group (usually `usermod -aG kvm $USER`) and log in again".into(),
-            ),
-        )],
-        Kvm::Unusable(reason) => vec![device(
-            Verdict::No,
-            reason.clone(),
-            Some("make sure that /dev/kvm is the kernel's KVM device".into()),
-        )],
-        Kvm::Present { virtualisation, api, lacking } => vec![
-            device(Verdict::Ok, format!("can be opened, API version {api}"), None),
-            kind(virtualisation),
-            capabilities(lacking),
+            "join the group that owns it (usually `usermod -aG kvm $USER`) and log in again",
+        )))],
+        KvmKind::NotKvm { found, .. } => {
+            vec![device(Err((format!("not KVM: {found}"), "see what has taken its place")))]
+        }
+        KvmKind::Lacking { capability } => vec![
+            opens(),
+            capabilities(Err((format!("without {capability}"), "use a newer host kernel"))),
         ],
-    }
-}
-
-fn kind(virtualisation: &Virtualisation) -> Check {
-    let (verdict, found, advice) = match virtualisation {
-        Virtualisation::Vmx => (Verdict::Ok, "hardware, VT-x (vmx)".into(), None),
-        Virtualisation::Svm => (Verdict::Ok, "hardware, AMD-V (svm)".into(), None),
-        Virtualisation::Emulated(why) => (
-            Verdict::No,
-            format!("emulates guest kernels instead of running them: {why}"),
-            Some("use a machine with VT-x or AMD-V for stock kernels, or the nested lab".into()),
-        ),
-    };
-    Check { id: "kvm.kind", title: "KVM's kind".into(), verdict, found, advice }
-}
-
-fn capabilities(lacking: &[String]) -> Check {
-    let all = lacking.is_empty();
-    Check {
-        id: "kvm.capabilities",
-        title: "KVM's capabilities".into(),
-        verdict: if all { Verdict::Ok } else { Verdict::No },
-        found: if all {
-            "all that are needed".into()
-        } else {
-            format!("without {}", lacking.join(", "))
-        },
-        advice: (!all).then(|| "use a newer host kernel".into()),
+        KvmKind::Emulating { reason } => vec![
+            opens(),
+            all(),
+            kind(Err((
+                format!("emulates guest kernels instead of running them: {reason}"),
+                "use a machine with VT-x or AMD-V for stock kernels, or the nested lab",
+            ))),
+        ],
+        KvmKind::Hardware(extension) => {
+            let name = match extension {
+                Extension::Vmx => "Intel's VT-x (vmx)",
+                Extension::Svm => "AMD-V (svm)",
+            };
+            vec![opens(), all(), kind(Ok(format!("hardware, {name}")))]
+        }
+        other => vec![kind(Err((other.to_string(), "see the user guide")))],
     }
 }
 
@@ -290,21 +273,25 @@ mod tests {
             architecture: "x86_64".into(),
             kernel: "6.12.1".into(),
             invariant_tsc: true,
-            kvm: Kvm::Present { virtualisation: Virtualisation::Vmx, api: 12, lacking: vec![] },
+            kvm: KvmKind::Hardware(Extension::Vmx),
             qemu: ["x86_64", "s390x", "aarch64"].map(qemu).into(),
         }
     }
 
-    fn with_kvm(kvm: Kvm) -> Findings {
+    fn with_kvm(kvm: KvmKind) -> Findings {
         Findings { kvm, ..good() }
     }
 
-    fn emulating() -> Kvm {
-        Kvm::Present {
-            virtualisation: Virtualisation::Emulated("it is PVM".into()),
-            api: 12,
-            lacking: vec![],
-        }
+    fn emulating() -> KvmKind {
+        KvmKind::Emulating { reason: "it is PVM".into() }
+    }
+
+    fn missing() -> KvmKind {
+        KvmKind::Missing { device: "/dev/kvm".into() }
+    }
+
+    fn not_permitted() -> KvmKind {
+        KvmKind::NotPermitted { device: "/dev/kvm".into() }
     }
 
     fn verdict(report: &Report, id: &str) -> Verdict {
@@ -316,9 +303,9 @@ mod tests {
         let expected = "\
 ok    host                x86_64, Linux 6.12.1
 ok    clock               the time-stamp counter is invariant
-ok    /dev/kvm            can be opened, API version 12
-ok    KVM's kind          hardware, VT-x (vmx)
+ok    /dev/kvm            can be opened
 ok    KVM's capabilities  all that are needed
+ok    KVM's kind          hardware, Intel's VT-x (vmx)
 ok    QEMU for x86_64     10.0.2, with TCG
 ok    QEMU for s390x      10.0.2, with TCG
 ok    QEMU for aarch64    10.0.2, with TCG
@@ -332,9 +319,10 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
     fn whatever_is_not_well_comes_with_advice_and_what_is_well_without() {
         let hosts = [
             good(),
-            with_kvm(Kvm::Missing),
-            with_kvm(Kvm::NotPermitted),
-            with_kvm(Kvm::Unusable("it is a regular file".into())),
+            with_kvm(missing()),
+            with_kvm(not_permitted()),
+            with_kvm(KvmKind::NotKvm { device: "/dev/kvm".into(), found: "a file".into() }),
+            with_kvm(KvmKind::Lacking { capability: "KVM_CAP_IRQFD" }),
             with_kvm(emulating()),
             Findings { architecture: "riscv64".into(), invariant_tsc: false, ..good() },
             Findings {
@@ -358,8 +346,8 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
 
     #[test]
     fn hardware_of_either_make_runs_stock_kernels() {
-        for virtualisation in [Virtualisation::Vmx, Virtualisation::Svm] {
-            let kvm = Kvm::Present { virtualisation, api: 12, lacking: vec![] };
+        for extension in [Extension::Vmx, Extension::Svm] {
+            let kvm = KvmKind::Hardware(extension);
             assert!(Report::new(&with_kvm(kvm)).can_run_stock_kernels());
         }
     }
@@ -376,11 +364,9 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
 
     #[test]
     fn a_kvm_without_a_needed_capability_runs_nothing() {
-        let lacking = vec!["READONLY_MEM".to_string(), "IRQFD".to_string()];
-        let kvm = Kvm::Present { virtualisation: Virtualisation::Svm, api: 12, lacking };
-        let report = Report::new(&with_kvm(kvm));
+        let report = Report::new(&with_kvm(KvmKind::Lacking { capability: "KVM_CAP_IRQFD" }));
         assert!(!report.can.run_stock_kernels && !report.can.run_bare_guests);
-        assert!(report.human().contains("without READONLY_MEM, IRQFD"));
+        assert!(report.human().contains("without KVM_CAP_IRQFD"));
     }
 
     #[test]
@@ -389,7 +375,7 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
         let qemu = vec![Qemu { architecture: "x86_64", state }];
         let report = Report::new(&Findings { qemu: qemu.clone(), ..good() });
         assert_eq!(verdict(&report, "qemu.x86_64"), Verdict::Warn);
-        let report = Report::new(&Findings { qemu, kvm: Kvm::Missing, ..good() });
+        let report = Report::new(&Findings { qemu, kvm: missing(), ..good() });
         assert_eq!(verdict(&report, "qemu.x86_64"), Verdict::No);
         assert!(!report.can.nested_lab);
         assert!(report.summary.starts_with("Nothing can be run"));
@@ -397,7 +383,7 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
 
     #[test]
     fn the_json_form_says_the_same() {
-        let json = Report::new(&with_kvm(Kvm::NotPermitted)).json();
+        let json = Report::new(&with_kvm(not_permitted())).json();
         let value: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!(value["can"]["run_stock_kernels"], false);
         assert_eq!(value["can"]["nested_lab"], true);

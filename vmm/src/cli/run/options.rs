@@ -8,10 +8,10 @@ use std::str::FromStr;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
-use crate::cli::size::Size;
+use patcher::region::{MIN_RING_BYTES, rings_window_len};
+use vmm::kvm::{MAX_CPUS, MAX_RINGS};
 
-/// The most vCPUs that a guest can have: local APIC ids are 8 bits wide, and 255 means all of them.
-const MAX_CPUS: u32 = 254;
+use crate::cli::size::Size;
 
 /// Boot a Linux kernel in a virtual machine, and trace its functions from outside
 #[derive(Debug, Args)]
@@ -76,9 +76,10 @@ pub struct Options {
     #[arg(short, long, value_name = "FILE", requires = "trace")]
     pub output: Option<Output>,
 
-    /// How much each CPU's ring buffer holds until it is read; sizes as for --memory
-    #[arg(long, value_name = "SIZE", default_value = "4M", requires = "trace")]
-    pub ring_size: Size,
+    /// How much each CPU's ring holds until it is read, rounded up to a power of two; a size as for
+    /// --memory. By default 16M for each CPU, less with many CPUs
+    #[arg(long, value_name = "SIZE", requires = "trace")]
+    pub ring_size: Option<Size>,
 }
 
 const AFTER_HELP: &str = "\
@@ -113,7 +114,7 @@ Examples:
 pub enum Accel {
     /// Whatever is best here; KVM is all there is so far
     Auto,
-    /// The kernel's KVM
+    /// The kernel's KVM, even one that only emulates guest kernels and will not get far with them
     Kvm,
 }
 
@@ -169,7 +170,7 @@ impl FromStr for Output {
 
 fn cpus(text: &str) -> Result<NonZeroU32, String> {
     match text.parse::<u32>().map(NonZeroU32::new) {
-        Ok(Some(cpus)) if cpus.get() <= MAX_CPUS => Ok(cpus),
+        Ok(Some(cpus)) if cpus.get() as usize <= MAX_CPUS => Ok(cpus),
         Ok(Some(_)) => Err(format!("a guest has at most {MAX_CPUS} CPUs")),
         Ok(None) => Err("a guest has at least 1 CPU".to_string()),
         Err(_) => Err(format!("a whole number from 1 to {MAX_CPUS} is wanted")),
@@ -180,6 +181,21 @@ impl Options {
     /// Where the records go, if there are any.
     pub fn records(&self) -> Option<Output> {
         self.trace.map(|_| self.output.clone().unwrap_or(Output::Stdout))
+    }
+
+    /// Memory for rings in bytes, as a machine wants it, or `None` for what it has anyway.
+    ///
+    /// # Errors
+    /// It is more than there can be.
+    pub fn rings(&self) -> Result<Option<u64>, Conflict> {
+        let Some(size) = self.ring_size else { return Ok(None) };
+        let cpus = self.cpus.get();
+        let each = size.bytes().max(MIN_RING_BYTES).checked_next_power_of_two();
+        each.filter(|each| *each <= MAX_RINGS)
+            .map(|each| rings_window_len(cpus as usize, each).next_power_of_two())
+            .filter(|all| *all <= MAX_RINGS)
+            .map(Some)
+            .ok_or(Conflict::Rings { size, cpus })
     }
 
     /// Where the console is. Records and the console never share standard output.
@@ -212,11 +228,25 @@ pub enum Conflict {
     /// The console and the records would be mixed in one file.
     #[error("the trace and the guest's console can't both go to {}; name two files", .0.display())]
     BothInFile(PathBuf),
+    /// Rings so large can't be brought into a guest.
+    #[error(
+        "--ring-size {size} for each of {cpus} CPUs is more than the {} MiB that all rings and \
+         their headers can have; choose a smaller one",
+        MAX_RINGS >> 20
+    )]
+    Rings {
+        /// What was asked for.
+        size: Size,
+        /// For how many CPUs.
+        cpus: u32,
+    },
 }
 
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use patcher::addr::Gva;
+    use patcher::region::{RECORD_BYTES, RingLayout};
 
     use super::*;
 
@@ -276,6 +306,22 @@ mod tests {
         refused("--trace graph", "invalid value 'graph'");
         refused("--accel tcg", "invalid value 'tcg'");
         assert!(Run::try_parse_from(["r", "--kernel", "k", "--trace", "func", "-f", ""]).is_err());
+    }
+
+    #[test]
+    fn rings_are_as_large_as_asked_for_or_refused() {
+        let rings = |line: &str| parse(&format!("--trace func {line}")).unwrap().rings();
+        assert_eq!(rings("--cpus 2"), Ok(None));
+        for (line, cpus, each) in
+            [("--ring-size 1K", 1, 4 << 10), ("--cpus 3 --ring-size 5M", 3, 8 << 20)]
+        {
+            let window = rings(line).unwrap().unwrap();
+            let layout = RingLayout::new(Gva(0), window, cpus).unwrap();
+            assert!(layout.capacity() * RECORD_BYTES >= each, "{line}");
+        }
+        for line in ["--ring-size 1G", "--ring-size 16777215T", "--cpus 100 --ring-size 4M"] {
+            assert!(matches!(rings(line), Err(Conflict::Rings { .. })), "{line}");
+        }
     }
 
     #[test]
