@@ -30,6 +30,8 @@ pub struct Hardware {
     pub stop_deadline: Duration,
     /// The KVM device.
     pub device: PathBuf,
+    /// A stock kernel is tried even on a KVM that only emulates; it seems to hang there.
+    pub emulating: bool,
 }
 
 impl Default for Hardware {
@@ -41,6 +43,7 @@ impl Default for Hardware {
             la57: La57::Auto,
             stop_deadline: Duration::from_secs(5),
             device: PathBuf::from(super::probe::DEVICE),
+            emulating: false,
         }
     }
 }

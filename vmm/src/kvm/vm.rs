@@ -85,12 +85,14 @@ impl Vm {
     ///
     /// # Errors
     /// Anything that `boot` or `hardware` ask for and cannot have, before the host is asked for
-    /// anything; then a KVM that cannot run stock kernels; then what the host refuses.
+    /// anything; then a KVM that cannot run stock kernels, unless `hardware` insists; then what the
+    /// host refuses.
     pub fn linux(hardware: &Hardware, boot: &LinuxBoot, console: Console) -> Result<Self, VmError> {
         hardware.check()?;
         let plan = Plan::new(boot, hardware.memory, hardware.cpus)?;
         let kvm = match probe::open(&hardware.device) {
             Ok((kvm, KvmKind::Hardware(_))) => kvm,
+            Ok((kvm, KvmKind::Emulating { .. })) if hardware.emulating => kvm,
             Ok((_, kind)) | Err(kind) => return Err(VmError::Kvm(kind)),
         };
         let load = |memory: &Memory| {
