@@ -5,7 +5,7 @@ use std::process::Command;
 
 fn main() {
     let out = std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR");
-    for program in ["work"] {
+    for program in ["work", "agent"] {
         let source = format!("guest/{program}.c");
         println!("cargo::rerun-if-changed={source}");
         let status = Command::new("gcc")

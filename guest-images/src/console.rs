@@ -101,6 +101,12 @@ impl Console {
         }
     }
 
+    /// Whether the guest has gone, and with it its console.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.state().ended
+    }
+
     /// The last lines, on one line, for an error message.
     pub(crate) fn tail(&self) -> String {
         tail(&self.state().bytes)

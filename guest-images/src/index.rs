@@ -122,10 +122,11 @@ fn kernel_packages(index: &str, flavour: &str) -> Vec<Package> {
             stanza.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
         };
         let Some(name) = field("Package") else { continue };
-        if name.starts_with("linux-") && name.ends_with(&suffix) {
-            if let Some(version) = field("Version") {
-                packages.push(Package { name: name.to_owned(), version: version.to_owned() });
-            }
+        if name.starts_with("linux-")
+            && name.ends_with(&suffix)
+            && let Some(version) = field("Version")
+        {
+            packages.push(Package { name: name.to_owned(), version: version.to_owned() });
         }
     }
     packages
@@ -138,7 +139,7 @@ pub(crate) fn compare_releases(a: &str, b: &str) -> Ordering {
 
 /// The numbers of a release up to its flavour, and the release itself to tell equals apart.
 fn version_key(release: &str) -> (Vec<u64>, &str) {
-    let version = release.find(|c: char| c == '-').map_or(release, |dash| {
+    let version = release.find('-').map_or(release, |dash| {
         // Debian's releases up to 6.1 carry their build as a number behind a dash: 6.1.0-57-cloud.
         let build = release[dash + 1..].split('-').next().unwrap_or_default();
         let build_is_number = !build.is_empty() && build.bytes().all(|b| b.is_ascii_digit());

@@ -14,6 +14,7 @@ mod gdb;
 mod index;
 mod initramfs;
 mod kernel;
+mod lab;
 mod qemu;
 
 pub use apt::AptError;
@@ -26,4 +27,5 @@ pub use gdb::VcpuRegisters;
 pub use index::{Series, UnknownSeries};
 pub use initramfs::{Initramfs, InitramfsError};
 pub use kernel::{Kernel, KernelError, Module, kernel};
+pub use lab::{Event, Input, LAB_CPU, Lab, LabError, Outcome, RunningLab, Session};
 pub use qemu::{Qemu, QemuError, QemuOptions};

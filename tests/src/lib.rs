@@ -1,1 +1,3 @@
-//! End-to-end tests of `vmm`.
+//! What the end-to-end tests share.
+
+pub mod guest;

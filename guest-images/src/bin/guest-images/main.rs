@@ -1,5 +1,7 @@
 //! `guest-images`: the guests of this project's tests and demos, for scripts.
 
+mod lab;
+
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,6 +31,13 @@ enum Command {
     Initramfs(InitramfsArguments),
     /// Boot a stock kernel and keep its memory, registers and symbols; print the directory
     Capture(CaptureArguments),
+    /// Run a command in the nested lab: an emulated machine whose kernel has KVM
+    #[command(
+        after_help = "Example: guest-images lab --program target/release/vmm -- vmm doctor\n\n\
+        On a terminal, the command gets a terminal too; Ctrl-] leaves the lab at once. The exit \
+        status is the command's."
+    )]
+    Lab(lab::LabArguments),
 }
 
 #[derive(Args)]
@@ -67,7 +76,7 @@ struct CaptureArguments {
 
 fn main() -> ExitCode {
     match run(Arguments::parse().command) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(status) => ExitCode::from(status),
         Err(error) => {
             eprintln!("guest-images: {error:#}");
             ExitCode::FAILURE
@@ -75,7 +84,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<()> {
+/// Does what was asked for; the exit status.
+fn run(command: Command) -> Result<u8> {
     match command {
         Command::Kernel { series } => {
             println!("{}", guest_images::kernel(series)?.vmlinuz.display());
@@ -91,8 +101,16 @@ fn run(command: Command) -> Result<()> {
             };
             println!("{}", guest_images::capture(&kernel, &options)?.directory.display());
         }
+        Command::Lab(arguments) => return lab::run(&arguments),
     }
-    Ok(())
+    Ok(0)
+}
+
+/// The two names of an option's value.
+fn pair<'a>(option: &str, form: &str, names: &'a str) -> Result<(&'a str, &'a str)> {
+    names
+        .split_once(':')
+        .with_context(|| format!("{option} takes {form}, and {names:?} has no colon"))
 }
 
 fn write_initramfs(arguments: &InitramfsArguments) -> Result<()> {
@@ -101,10 +119,8 @@ fn write_initramfs(arguments: &InitramfsArguments) -> Result<()> {
         let names: Vec<&str> = arguments.module.iter().map(String::as_str).collect();
         initramfs = initramfs.modules(&guest_images::kernel(arguments.kernel)?, &names)?;
     }
-    for pair in &arguments.file {
-        let (host, guest) = pair
-            .split_once(':')
-            .with_context(|| format!("--file takes HOST:GUEST, and {pair:?} has no colon"))?;
+    for names in &arguments.file {
+        let (host, guest) = pair("--file", "HOST:GUEST", names)?;
         initramfs = initramfs.host_file(host.as_ref(), guest)?;
     }
     fs::write(&arguments.out, initramfs.build())
