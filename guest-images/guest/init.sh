@@ -1,0 +1,79 @@
+#!/bin/sh
+# PID 1 of a guest under test. What it does is chosen on the kernel's command line:
+#
+#   vmm.work=LIST      workloads, as `work` reads them (guest/work.c)
+#   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, kallsyms-md5, aff (the
+#                      functions that its ftrace can trace), dmesg, cpuinfo, modules
+#   vmm.dump-to=DEVICE where dumps go, as one stream: a block or character device; default: console
+#   vmm.after=WHAT     poweroff (default), reboot, panic, stay or shell
+#
+# On the console: VMM-INIT when user space is up, the marks of `work`, for each dump
+# "VMM-DUMP-BEGIN NAME", its lines and "VMM-DUMP-END NAME", and VMM-DONE before the end.
+export PATH=/bin HOME=/
+
+mount -t proc proc /proc
+mount -t sysfs sysfs /sys
+mount -t devtmpfs devtmpfs /dev
+mount -t tracefs tracefs /sys/kernel/tracing
+# Symbols' addresses, and SysRq for vmm.after=panic.
+echo 0 >/proc/sys/kernel/kptr_restrict
+echo 1 >/proc/sys/kernel/sysrq
+
+for module in /lib/modules/*.ko; do
+    [ -e "$module" ] && { insmod "$module" || echo "VMM-FAILED insmod $module"; }
+done
+
+work= dump= dump_to=/dev/console after=poweroff
+read -r cmdline </proc/cmdline
+for word in $cmdline; do
+    case $word in
+    vmm.work=*) work=${word#*=} ;;
+    vmm.dump=*) dump=${word#*=} ;;
+    vmm.dump-to=*) dump_to=${word#*=} ;;
+    vmm.after=*) after=${word#*=} ;;
+    esac
+done
+
+show() {
+    case $1 in
+    kallsyms) cat /proc/kallsyms ;;
+    # The kernel's own symbols; those of modules come behind a tab and in brackets.
+    kallsyms-md5) grep -v '\[' /proc/kallsyms | md5sum ;;
+    aff) cat /sys/kernel/tracing/available_filter_functions ;;
+    dmesg) dmesg ;;
+    cpuinfo) cat /proc/cpuinfo ;;
+    modules) cat /proc/modules ;;
+    *) echo "VMM-FAILED there is no dump $1" ;;
+    esac
+}
+
+echo VMM-INIT
+if [ -n "$work" ]; then work "$work"; fi
+if [ -n "$dump" ]; then
+    IFS=,
+    {
+        for name in $dump; do
+            echo "VMM-DUMP-BEGIN $name"
+            show "$name"
+            echo "VMM-DUMP-END $name"
+        done
+        echo VMM-DUMPS-DONE
+    } >"$dump_to"
+    unset IFS
+    sync
+fi
+echo VMM-DONE
+
+case $after in
+poweroff) poweroff -f ;;
+reboot) reboot -f ;;
+panic) echo c >/proc/sysrq-trigger ;;
+stay) ;;
+shell)
+    setsid cttyhack sh
+    poweroff -f
+    ;;
+*) echo "VMM-FAILED there is no vmm.after=$after" ;;
+esac
+# The end of PID 1 would be the guest's.
+while :; do sleep 1000; done

@@ -1,0 +1,290 @@
+/*
+ * Workloads whose calls into the kernel are known, for guests under test.
+ *
+ *   work LIST
+ *
+ * LIST is a comma-separated sequence of groups; the items of a group, joined by '+', run at the same
+ * time. An item is NAME[:ARGUMENT]...[@CPU]; with @CPU it runs on that CPU and no other.
+ *
+ *   proc-read:FILE:N   N times open, read to the end, close: one call of FILE's show function each
+ *   syscalls:N         N calls of getppid(2)
+ *   forks:N            N children that end at once
+ *   faults:N           N page faults: first touches of anonymous memory, one page each
+ *   spin:SECONDS       computes and calls nothing
+ *   idle:SECONDS       sleeps
+ *   wait-console-line  prints VMM-READY and waits for a line on standard input
+ *   exec:PATH          runs a shell script
+ *
+ * Each item prints "VMM-WORK-BEGIN ITEM", then "VMM-WORK-END ITEM count=N ms=T" or
+ * "VMM-WORK-FAILED ITEM: REASON". The exit status is 1 if any item failed.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_GROUP 64
+
+/* The item that this process runs, as it was written, and its parts. */
+static const char *item;
+static char *arguments[8];
+static int argument_count;
+
+/* A line goes out in one write, so that those of parallel items do not mix. */
+static void say(const char *format, ...)
+{
+	char line[512];
+	va_list values;
+	va_start(values, format);
+	int length = vsnprintf(line, sizeof line, format, values);
+	va_end(values);
+	if (length >= (int)sizeof line)
+		length = sizeof line - 1;
+	if (write(STDOUT_FILENO, line, length) < 0)
+		exit(1);
+}
+
+static void fail(const char *format, ...)
+{
+	char reason[256];
+	va_list values;
+	va_start(values, format);
+	vsnprintf(reason, sizeof reason, format, values);
+	va_end(values);
+	say("VMM-WORK-FAILED %s: %s\n", item, reason);
+	exit(1);
+}
+
+static const char *argument(int index)
+{
+	if (index >= argument_count)
+		fail("argument %d is missing", index + 1);
+	return arguments[index];
+}
+
+static long number(int index)
+{
+	char *end;
+	const char *text = argument(index);
+	long value = strtol(text, &end, 10);
+	if (*text == 0 || *end != 0 || value < 0)
+		fail("\"%s\" is not a number", text);
+	return value;
+}
+
+static long milliseconds(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static long proc_read(void)
+{
+	const char *path = argument(0);
+	long count = number(1);
+	char buffer[4096];
+	for (long i = 0; i < count; i++) {
+		int file = open(path, O_RDONLY);
+		if (file < 0)
+			fail("open: %s", strerror(errno));
+		ssize_t got;
+		while ((got = read(file, buffer, sizeof buffer)) > 0)
+			;
+		if (got < 0)
+			fail("read: %s", strerror(errno));
+		close(file);
+	}
+	return count;
+}
+
+static long syscalls(void)
+{
+	long count = number(0);
+	for (long i = 0; i < count; i++)
+		syscall(SYS_getppid);
+	return count;
+}
+
+static long forks(void)
+{
+	long count = number(0);
+	for (long i = 0; i < count; i++) {
+		pid_t child = fork();
+		if (child < 0)
+			fail("fork: %s", strerror(errno));
+		if (child == 0)
+			_exit(0);
+		if (waitpid(child, NULL, 0) != child)
+			fail("waitpid: %s", strerror(errno));
+	}
+	return count;
+}
+
+/* Memory is taken and given back in pieces, so that a small guest can fault without end. */
+static long faults(void)
+{
+	const long piece = 1024;
+	long page = sysconf(_SC_PAGESIZE);
+	long count = number(0), left = count;
+	struct rusage before, after;
+	getrusage(RUSAGE_SELF, &before);
+	while (left > 0) {
+		long pages = left < piece ? left : piece;
+		char *memory = mmap(NULL, pages * page, PROT_READ | PROT_WRITE,
+				    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (memory == MAP_FAILED)
+			fail("mmap: %s", strerror(errno));
+		/* A huge page would take one fault for 512 pages. */
+		madvise(memory, pages * page, MADV_NOHUGEPAGE);
+		for (long i = 0; i < pages; i++)
+			*(volatile char *)(memory + i * page) = 1;
+		munmap(memory, pages * page);
+		left -= pages;
+	}
+	getrusage(RUSAGE_SELF, &after);
+	long taken = after.ru_minflt - before.ru_minflt;
+	if (taken < count)
+		fail("%ld faults were taken where %ld were wanted", taken, count);
+	return count;
+}
+
+static long spin(void)
+{
+	long end = milliseconds() + 1000 * number(0), count = 0;
+	do {
+		for (volatile int i = 0; i < 10000; i++)
+			;
+		count++;
+	} while (milliseconds() < end);
+	return count;
+}
+
+static long idle(void)
+{
+	sleep(number(0));
+	return 1;
+}
+
+static long wait_console_line(void)
+{
+	char c;
+	ssize_t got;
+	say("VMM-READY\n");
+	while ((got = read(STDIN_FILENO, &c, 1)) == 1)
+		if (c == '\n' || c == '\r')
+			return 1;
+	fail("the console ended before a line came");
+	return 0;
+}
+
+static long exec(void)
+{
+	const char *path = argument(0);
+	pid_t child = fork();
+	if (child == 0) {
+		execl("/bin/sh", "sh", path, (char *)NULL);
+		_exit(127);
+	}
+	int status;
+	if (child < 0 || waitpid(child, &status, 0) != child)
+		fail("%s", strerror(errno));
+	if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+		fail("ended with wait status %#x", status);
+	return 1;
+}
+
+static const struct {
+	const char *name;
+	long (*run)(void);
+} works[] = {
+	{ "proc-read", proc_read }, { "syscalls", syscalls },
+	{ "forks", forks },	    { "faults", faults },
+	{ "spin", spin },	    { "idle", idle },
+	{ "delay", idle },	    { "wait-console-line", wait_console_line },
+	{ "exec", exec },
+};
+
+static void pin(const char *cpu)
+{
+	char *end;
+	long number = strtol(cpu, &end, 10);
+	if (*cpu == 0 || *end != 0 || number < 0 || number >= CPU_SETSIZE)
+		fail("\"%s\" is not a CPU", cpu);
+	cpu_set_t set;
+	CPU_ZERO(&set);
+	CPU_SET(number, &set);
+	if (sched_setaffinity(0, sizeof set, &set) < 0)
+		fail("CPU %ld: %s", number, strerror(errno));
+}
+
+/* Runs one item in this process and ends it. */
+static void run(char *text)
+{
+	item = strdup(text);
+	char *cpu = strchr(text, '@');
+	if (cpu)
+		*cpu++ = 0;
+	char *rest = text, *name = strsep(&rest, ":");
+	while (rest && argument_count < 8)
+		arguments[argument_count++] = strsep(&rest, ":");
+	if (cpu)
+		pin(cpu);
+	for (unsigned i = 0; i < sizeof works / sizeof *works; i++) {
+		if (strcmp(works[i].name, name) != 0)
+			continue;
+		say("VMM-WORK-BEGIN %s\n", item);
+		long begin = milliseconds();
+		long count = works[i].run();
+		say("VMM-WORK-END %s count=%ld ms=%ld\n", item, count, milliseconds() - begin);
+		exit(0);
+	}
+	fail("there is no such work");
+}
+
+int main(int count, char **words)
+{
+	if (count != 2) {
+		fprintf(stderr, "usage: work LIST\n");
+		return 2;
+	}
+	int failed = 0;
+	char *groups = words[1], *group;
+	while ((group = strsep(&groups, ","))) {
+		pid_t children[MAX_GROUP];
+		int running = 0;
+		char *text;
+		while ((text = strsep(&group, "+"))) {
+			if (*text == 0)
+				continue;
+			if (running == MAX_GROUP) {
+				fprintf(stderr, "work: more than %d items in a group\n", MAX_GROUP);
+				return 2;
+			}
+			pid_t child = fork();
+			if (child < 0) {
+				perror("work: fork");
+				return 1;
+			}
+			if (child == 0)
+				run(text);
+			children[running++] = child;
+		}
+		for (int i = 0; i < running; i++) {
+			int status;
+			if (waitpid(children[i], &status, 0) < 0 || status != 0)
+				failed = 1;
+		}
+	}
+	return failed;
+}
