@@ -1,1 +1,4 @@
-//! End-to-end tests of `vmm`.
+//! What the end-to-end tests share.
+
+pub mod guest;
+pub mod lab;

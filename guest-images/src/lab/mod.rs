@@ -50,6 +50,9 @@ const AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/agent"));
 /// that QEMU's emulation lacks and would complain about.
 pub const LAB_CPU: &str = "EPYC,+svm,+npt,-fxsr-opt,-misalignsse,-osvw,-topoext,-nrip-save,-xsavec";
 
+/// The largest file that is brought from the lab, in bytes.
+const FILE_LIMIT: usize = 1 << 30;
+
 /// How long the first-level guest may take to boot. An idle machine needs 5 s.
 const BOOT: Duration = Duration::from_secs(180);
 
@@ -104,6 +107,14 @@ pub enum LabError {
         path: String,
         /// Why not.
         source: io::Error,
+    },
+    /// More came from the lab than is taken in.
+    #[error("the lab was given up: {what} more than {} MiB", limit >> 20)]
+    TooMuch {
+        /// What came.
+        what: &'static str,
+        /// The limit in bytes.
+        limit: usize,
     },
     /// A program's shared libraries can't be told.
     #[error("cannot tell which shared libraries {} needs: {reason}", path.display())]
@@ -340,6 +351,9 @@ impl RunningLab {
         let mut content = Vec::new();
         loop {
             match self.report(deadline).map_err(|Disconnected| self.ended(&what()))? {
+                Some(Report::Data(piece)) if content.len() + piece.len() > FILE_LIMIT => {
+                    return Err(LabError::TooMuch { what: "a file has", limit: FILE_LIMIT });
+                }
                 Some(Report::Data(piece)) => content.extend_from_slice(&piece),
                 Some(Report::EndOfFile(0)) => return Ok(content),
                 Some(Report::EndOfFile(errno)) => {

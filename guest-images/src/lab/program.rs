@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn this_test_needs_the_c_library() {
-        let libraries = shared_libraries("/proc/self/exe".as_ref()).unwrap();
+        let libraries = shared_libraries(&std::env::current_exe().unwrap()).unwrap();
         assert!(libraries.iter().any(|path| path.ends_with("libc.so.6")), "{libraries:?}");
         assert!(libraries.iter().all(|path| path.exists()));
     }

@@ -11,14 +11,17 @@ use super::{Disconnected, LabError, RunningLab};
 /// How long the lab may take to end a script that is killed.
 const KILL: Duration = Duration::from_secs(20);
 
+/// The most of each output that is kept, in bytes.
+const OUTPUT_LIMIT: usize = 256 << 20;
+
 /// How a script ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     /// Its exit status, or 128 and the number of the signal that ended it.
     pub status: u32,
-    /// All that it wrote to standard output, or its terminal.
+    /// What it wrote to standard output, or its terminal, less what [`Session::next_event`] gave.
     pub stdout: Vec<u8>,
-    /// All that it wrote to standard error.
+    /// What it wrote to standard error, likewise.
     pub stderr: Vec<u8>,
 }
 
@@ -116,30 +119,22 @@ impl<'lab> Session<'lab> {
     }
 
     /// The next thing that the script does, or `None` if it does nothing for `patience`. After
-    /// [`Event::Exit`] it does nothing more.
+    /// [`Event::Exit`] it does nothing more. What is given here is not kept: an [`Outcome`] does not
+    /// have it, and [`Session::wait_for`] does not search it.
     ///
     /// # Errors
     /// The lab ends.
     pub fn next_event(&mut self, patience: Duration) -> Result<Option<Event>, LabError> {
         let deadline = Instant::now() + patience;
-        if self.status.is_some() {
-            return Ok(None);
-        }
-        loop {
+        while self.status.is_none() {
             let report = self
                 .lab
                 .report(deadline)
                 .map_err(|Disconnected| self.lab.ended("running a script"))?;
             return Ok(Some(match report {
                 None => return Ok(None),
-                Some(Report::Stdout(bytes)) => {
-                    self.stdout.extend_from_slice(&bytes);
-                    Event::Stdout(bytes)
-                }
-                Some(Report::Stderr(bytes)) => {
-                    self.stderr.extend_from_slice(&bytes);
-                    Event::Stderr(bytes)
-                }
+                Some(Report::Stdout(bytes)) => Event::Stdout(bytes),
+                Some(Report::Stderr(bytes)) => Event::Stderr(bytes),
                 Some(Report::Exit(status)) => {
                     self.status = Some(status);
                     Event::Exit(status)
@@ -148,6 +143,23 @@ impl<'lab> Session<'lab> {
                 Some(_) => continue,
             }));
         }
+        Ok(None)
+    }
+
+    /// Takes in the next event and keeps what was written; false if nothing comes until `deadline`.
+    fn keep_next(&mut self, deadline: Instant) -> Result<bool, LabError> {
+        let event = self.next_event(deadline.saturating_duration_since(Instant::now()))?;
+        let (kept, bytes) = match event {
+            None => return Ok(false),
+            Some(Event::Exit(_)) => return Ok(true),
+            Some(Event::Stdout(bytes)) => (&mut self.stdout, bytes),
+            Some(Event::Stderr(bytes)) => (&mut self.stderr, bytes),
+        };
+        if kept.len() + bytes.len() > OUTPUT_LIMIT {
+            return Err(LabError::TooMuch { what: "its script wrote", limit: OUTPUT_LIMIT });
+        }
+        kept.extend_from_slice(&bytes);
+        Ok(true)
     }
 
     /// Waits until standard output or standard error holds `pattern`, from their beginnings on.
@@ -156,8 +168,11 @@ impl<'lab> Session<'lab> {
     /// It does not within `timeout`, the script ends before, or the lab does.
     pub fn wait_for(&mut self, pattern: &str, timeout: Duration) -> Result<(), LabError> {
         let deadline = Instant::now() + timeout;
+        let mut searched = (0, 0);
         loop {
-            if contains(&self.stdout, pattern) || contains(&self.stderr, pattern) {
+            if find(&self.stdout, &mut searched.0, pattern)
+                || find(&self.stderr, &mut searched.1, pattern)
+            {
                 return Ok(());
             }
             if let Some(status) = self.status {
@@ -167,13 +182,8 @@ impl<'lab> Session<'lab> {
                     tail: self.tail(),
                 });
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if self.next_event(left)?.is_none() {
-                return Err(LabError::Timeout {
-                    what: format!("show {pattern:?}"),
-                    waited: timeout,
-                    tail: self.tail(),
-                });
+            if !self.keep_next(deadline)? {
+                return Err(self.timed_out(format!("show {pattern:?}"), timeout));
             }
         }
     }
@@ -185,13 +195,8 @@ impl<'lab> Session<'lab> {
     pub fn wait(mut self, timeout: Duration) -> Result<Outcome, LabError> {
         let deadline = Instant::now() + timeout;
         while self.status.is_none() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if self.next_event(left)?.is_none() {
-                return Err(LabError::Timeout {
-                    what: "end".to_owned(),
-                    waited: timeout,
-                    tail: self.tail(),
-                });
+            if !self.keep_next(deadline)? {
+                return Err(self.timed_out("end".to_owned(), timeout));
             }
         }
         Ok(Outcome {
@@ -199,6 +204,10 @@ impl<'lab> Session<'lab> {
             stdout: std::mem::take(&mut self.stdout),
             stderr: std::mem::take(&mut self.stderr),
         })
+    }
+
+    fn timed_out(&self, what: String, waited: Duration) -> LabError {
+        LabError::Timeout { what, waited, tail: self.tail() }
     }
 
     /// The last lines of both outputs and of the first level's console.
@@ -233,8 +242,12 @@ impl Drop for Session<'_> {
     }
 }
 
-fn contains(bytes: &[u8], pattern: &str) -> bool {
-    bytes.windows(pattern.len().max(1)).any(|window| window == pattern.as_bytes())
+/// Whether `bytes` hold `pattern`, which is known not to begin before `searched`.
+fn find(bytes: &[u8], searched: &mut usize, pattern: &str) -> bool {
+    let pattern = pattern.as_bytes();
+    let found = bytes[*searched..].windows(pattern.len().max(1)).any(|window| window == pattern);
+    *searched = (bytes.len() + 1).saturating_sub(pattern.len().max(1)).max(*searched);
+    found
 }
 
 #[cfg(test)]
@@ -242,10 +255,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pattern_is_found_anywhere() {
-        assert!(contains(b"one two", "two"));
-        assert!(!contains(b"one tw", "two"));
-        assert!(!contains(b"", "two"));
+    fn a_pattern_is_found_that_came_in_pieces() {
+        let mut searched = 0;
+        assert!(!find(b"", &mut searched, "two"));
+        assert!(!find(b"one t", &mut searched, "two"));
+        assert!(!find(b"one tw", &mut searched, "two"));
+        assert!(find(b"one two", &mut searched, "two"));
+        assert!(find(b"one two", &mut 0, "one"));
     }
 
     #[test]

@@ -16,7 +16,7 @@
 use memchr::memmem;
 
 use super::image::Image;
-use super::symbols::{Builder, Symbols};
+use super::symbols::{Builder, PIECE, Piece, Symbols};
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
 use crate::mem::PhysMem;
@@ -58,8 +58,9 @@ const CHUNK: u64 = 1 << 20;
 /// The longest token table believed, in bytes; those of distribution kernels have up to 1,384.
 const MAX_TOKEN_TABLE: u64 = 16 << 10;
 
-/// How far in front of the tokens the names may begin, in bytes: 240,000 symbols take 4 MiB.
-const MAX_BEFORE: u64 = 12 << 20;
+/// How much in front of the tokens is read to find names and what precedes them, in bytes: first
+/// what distribution kernels need (240,000 symbols take up to 4 MiB), then what larger ones may.
+const BEFORE: [u64; 2] = [4 << 20, 16 << 20];
 
 /// The most symbols believed; distribution kernels have up to 240,000.
 const MAX_SYMBOLS: usize = 1 << 20;
@@ -122,10 +123,12 @@ struct Tokens {
     begin: u64,
     /// Offset of the first byte behind the index.
     end: u64,
-    /// The strings, each followed by a NUL.
-    bytes: Vec<u8>,
-    /// Where each string begins and ends in `bytes`.
+    /// The strings, cut in pieces.
+    pieces: Vec<Piece>,
+    /// Which pieces each string is.
     spans: [(u16, u16); TOKENS],
+    /// Whether every string is one piece, whose number then is the token's.
+    whole: bool,
 }
 
 impl Tokens {
@@ -149,6 +152,7 @@ impl Tokens {
             let entry = |token: usize| order.u16([index[2 * token], index[2 * token + 1]]);
             let begin = digits.checked_sub(usize::from(entry(usize::from(b'0'))))?;
             let bytes = &window[begin..end];
+            let mut pieces = Vec::with_capacity(TOKENS);
             let mut spans = [(0, 0); TOKENS];
             let mut expected = 0;
             for (token, span) in spans.iter_mut().enumerate() {
@@ -157,22 +161,34 @@ impl Tokens {
                 if usize::from(entry(token)) != expected || !sound {
                     return None;
                 }
-                let string_end = expected + string.len();
-                *span = (entry(token), u16::try_from(string_end).ok()?);
-                expected = string_end + 1;
+                let first = pieces.len();
+                pieces.extend(string.chunks(PIECE).map(Piece::new));
+                *span = (u16::try_from(first).ok()?, u16::try_from(pieces.len()).ok()?);
+                expected += string.len() + 1;
             }
             (expected == bytes.len()).then(|| Self {
                 begin: window_at + begin as u64,
                 end: index_at + 2 * TOKENS as u64,
-                bytes: bytes.to_vec(),
+                whole: pieces.len() == TOKENS,
+                pieces,
                 spans,
             })
         })
     }
 
-    fn get(&self, token: u8) -> &[u8] {
-        let (begin, end) = self.spans[usize::from(token)];
-        &self.bytes[usize::from(begin)..usize::from(end)]
+    /// Appends to `builder` the name that is made of `tokens`.
+    fn expand(&self, tokens: &[u8], builder: &mut Builder) -> Option<()> {
+        if self.whole {
+            let pieces = self.pieces.first_chunk::<TOKENS>()?;
+            let pieces = tokens.iter().map(|&token| &pieces[usize::from(token)]);
+            return builder.push_name(tokens.len(), pieces);
+        }
+        let spans = tokens.iter().map(|&token| {
+            let (begin, end) = self.spans[usize::from(token)];
+            &self.pieces[usize::from(begin)..usize::from(end)]
+        });
+        let count = spans.clone().map(<[Piece]>::len).sum();
+        builder.push_name(count, spans.flatten())
     }
 }
 
@@ -199,20 +215,14 @@ impl Table<'_> {
     fn decode(&self) -> Result<Symbols, KallsymsError> {
         let missing =
             |missing| KallsymsError::Incomplete { tokens: self.va(self.tokens.begin), missing };
-        let before_at = self.tokens.begin.saturating_sub(MAX_BEFORE) & !7;
-        let before = self
-            .image
-            .read(self.ram, before_at, self.tokens.begin - before_at)
-            .map_err(|_| missing("names"))?;
-        let names = self.find_names(&before).ok_or_else(|| missing("names"))?;
+        let (before, names) =
+            BEFORE.iter().find_map(|&len| self.read_names(len)).ok_or_else(|| missing("names"))?;
 
         let mut builder = Builder::with_capacity(names.count);
         let mut entries = &before[names.begin..names.end];
         while builder.names() < names.count {
             let name = next_name(&mut entries).ok_or_else(|| missing("names"))?;
-            builder
-                .push_name(name.iter().map(|&token| self.tokens.get(token)))
-                .ok_or_else(|| missing("names"))?;
+            self.tokens.expand(name, &mut builder).ok_or_else(|| missing("names"))?;
         }
         self.push_addresses(&before, &names, &mut builder).ok_or_else(|| missing("addresses"))?;
         let symbols = builder.build().ok_or_else(|| missing("ascending addresses"))?;
@@ -222,6 +232,14 @@ impl Table<'_> {
             Some(symbol) => Err(KallsymsError::OtherKernel { symbol, mapped }),
             None => Err(missing("symbols that name _text")),
         }
+    }
+
+    /// Finds the names in the `len` bytes in front of the tokens.
+    fn read_names(&self, len: u64) -> Option<(Vec<u8>, Names)> {
+        let begin = self.tokens.begin.saturating_sub(len) & !7;
+        let before = self.image.read(self.ram, begin, self.tokens.begin - begin).ok()?;
+        let names = self.find_names(&before)?;
+        Some((before, names))
     }
 
     /// The virtual address of the image's byte at `offset`.

@@ -78,8 +78,8 @@ pub enum CpuNumberError {
     },
 }
 
-/// How much text is looked at for returns, in bytes: thousands of functions.
-const RETURN_SAMPLE: u64 = 2 << 20;
+/// How much text is looked at for returns, in bytes: about a thousand functions.
+const RETURN_SAMPLE: u64 = 1 << 20;
 
 /// How many returns of the form that prevails are evidence.
 const ENOUGH_RETURNS: usize = 256;
@@ -133,11 +133,15 @@ impl Kernel {
         thunks.sort_unstable();
         thunks.dedup();
 
+        // Of the middle of the text: at its beginning is the entry code, and in newer kernels the
+        // unlikely parts of functions, which do not return.
         let range = self.text();
-        let len = range.end.offset_from(range.start).unwrap_or(0).min(RETURN_SAMPLE);
+        let whole = range.end.offset_from(range.start).unwrap_or(0);
+        let len = whole.min(RETURN_SAMPLE);
+        let begin = range.start + (whole - len) / 2;
         let mut text = vec![0; len as usize];
-        self.read_virt(ram, range.start, &mut text)?;
-        let count = self.arch.count_returns(&text, range.start, &thunks);
+        self.read_virt(ram, begin, &mut text)?;
+        let count = self.arch.count_returns(&text, begin, &thunks);
         let through = count.through.iter().copied().zip(&thunks).max_by_key(|&(times, _)| times);
         match through {
             Some((times, &thunk)) if times >= ENOUGH_RETURNS && times > count.plain => {

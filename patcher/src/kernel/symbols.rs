@@ -8,10 +8,7 @@ use crate::addr::Gva;
 #[derive(Debug)]
 pub struct Symbols {
     addresses: Vec<u64>,
-    /// `names[ends[i - 1]..ends[i]]` is the name of symbol `i`.
-    ends: Vec<u32>,
-    names: String,
-    kinds: Vec<u8>,
+    names: Names,
     by_name: NameIndex,
 }
 
@@ -83,12 +80,51 @@ impl Symbols {
     }
 
     fn at(&self, index: usize) -> Symbol<'_> {
-        let begin = index.checked_sub(1).map_or(0, |before| self.ends[before]);
-        Symbol {
-            address: Gva(self.addresses[index]),
-            kind: self.kinds[index],
-            name: &self.names[begin as usize..self.ends[index] as usize],
-        }
+        let (kind, name) = self.names.get(index);
+        Symbol { address: Gva(self.addresses[index]), kind, name }
+    }
+}
+
+/// Kinds and names of all symbols, in one piece of memory.
+#[derive(Debug)]
+struct Names {
+    /// ASCII: each symbol's kind, one letter, and its name, one after the other.
+    text: String,
+    /// Where each symbol ends in `text`.
+    ends: Vec<u32>,
+}
+
+impl Names {
+    fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    fn get(&self, index: usize) -> (u8, &str) {
+        let begin = index.checked_sub(1).map_or(0, |before| self.ends[before] as usize);
+        let end = self.ends[index] as usize;
+        (self.text.as_bytes()[begin], &self.text[begin + 1..end])
+    }
+}
+
+/// A piece of a name: the first `len` bytes of `bytes` count.
+///
+/// Pieces are copied whole, whatever their length, since a copy of fixed size is a single
+/// instruction; a kernel's names are put together from millions of them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Piece {
+    bytes: [u8; PIECE],
+    len: u8,
+}
+
+/// The longest piece; longer tokens are several.
+pub(super) const PIECE: usize = 16;
+
+impl Piece {
+    /// The piece that holds `bytes`, of which there are at most [`PIECE`].
+    pub(super) fn new(bytes: &[u8]) -> Self {
+        let mut piece = Self { bytes: [0; PIECE], len: bytes.len() as u8 };
+        piece.bytes[..bytes.len()].copy_from_slice(bytes);
+        piece
     }
 }
 
@@ -96,9 +132,9 @@ impl Symbols {
 #[derive(Debug, Default)]
 pub(super) struct Builder {
     addresses: Vec<u64>,
+    /// Kinds and names up to the last of `ends`, and room for more behind them.
+    text: Vec<u8>,
     ends: Vec<u32>,
-    names: Vec<u8>,
-    kinds: Vec<u8>,
 }
 
 impl Builder {
@@ -106,28 +142,35 @@ impl Builder {
     pub(super) fn with_capacity(count: usize) -> Self {
         Self {
             addresses: Vec::with_capacity(count),
+            // A name has 22 to 30 bytes on average, by kernel. Room that stays unused costs no
+            // memory: nothing touches it.
+            text: vec![0; count * 48],
             ends: Vec::with_capacity(count),
-            // A name has 18 to 28 bytes on average, by kernel.
-            names: Vec::with_capacity(count * 28),
-            kinds: Vec::with_capacity(count),
         }
     }
 
-    /// Appends a name that is put together from pieces; the first byte of the first is the kind.
-    /// Returns `None` for a symbol without kind or name, and when names take more than 4 GiB.
-    pub(super) fn push_name<'a>(&mut self, pieces: impl Iterator<Item = &'a [u8]>) -> Option<()> {
-        let mut pieces = pieces;
-        let (kind, rest) = pieces.next()?.split_first()?;
-        let begin = self.names.len();
-        self.names.extend_from_slice(rest);
-        for piece in pieces {
-            self.names.extend_from_slice(piece);
+    /// Appends a name that is put together from at most `count` pieces; the first byte of it is the
+    /// symbol's kind. Returns `None` for a symbol without kind or name, and when names take more
+    /// than 4 GiB.
+    pub(super) fn push_name<'a>(
+        &mut self,
+        count: usize,
+        pieces: impl Iterator<Item = &'a Piece>,
+    ) -> Option<()> {
+        let begin = self.ends.last().map_or(0, |&end| end as usize);
+        let most = begin + (count + 1) * PIECE;
+        if self.text.len() < most {
+            self.text.resize(most * 2, 0);
         }
-        if self.names.len() == begin {
+        let mut end = begin;
+        for piece in pieces {
+            self.text[end..end + PIECE].copy_from_slice(&piece.bytes);
+            end += usize::from(piece.len);
+        }
+        if end - begin < 2 {
             return None;
         }
-        self.kinds.push(*kind);
-        self.ends.push(u32::try_from(self.names.len()).ok()?);
+        self.ends.push(u32::try_from(end).ok()?);
         Some(())
     }
 
@@ -147,18 +190,12 @@ impl Builder {
         if self.addresses.len() != self.ends.len() || !self.addresses.is_sorted() {
             return None;
         }
-        let names = String::from_utf8(self.names).ok()?;
-        if !names.is_ascii() {
-            return None;
-        }
-        let by_name = NameIndex::new(&names, &self.ends);
-        Some(Symbols {
-            addresses: self.addresses,
-            ends: self.ends,
-            names,
-            kinds: self.kinds,
-            by_name,
-        })
+        let Self { addresses, mut text, ends } = self;
+        text.truncate(ends.last().map_or(0, |&end| end as usize));
+        let text = String::from_utf8(text).ok().filter(|text| text.is_ascii())?;
+        let names = Names { text, ends };
+        let by_name = NameIndex::new(&names);
+        Some(Symbols { addresses, names, by_name })
     }
 }
 
@@ -177,15 +214,14 @@ struct NameIndex {
 }
 
 impl NameIndex {
-    fn new(names: &str, ends: &[u32]) -> Self {
+    fn new(names: &Names) -> Self {
         let hasher = RandomState::new();
-        let mut heads = vec![NONE; ends.len().next_power_of_two()];
-        let mut next = vec![NONE; ends.len()];
+        let mut heads = vec![NONE; names.len().next_power_of_two()];
+        let mut next = vec![NONE; names.len()];
         // Backwards, so that what is put at a chain's head ends up in ascending order.
-        for index in (0..ends.len()).rev() {
-            let begin = index.checked_sub(1).map_or(0, |before| ends[before]);
-            let name = &names[begin as usize..ends[index] as usize];
-            let head = &mut heads[slot(&hasher, name, ends.len())];
+        for index in (0..names.len()).rev() {
+            let (_, name) = names.get(index);
+            let head = &mut heads[slot(&hasher, name, names.len())];
             next[index] = std::mem::replace(head, index as u32);
         }
         Self { hasher, heads, next }
@@ -212,7 +248,7 @@ mod tests {
     fn symbols(list: &[(u64, &str)]) -> Symbols {
         let mut builder = Builder::default();
         for (address, name) in list {
-            builder.push_name(std::iter::once(name.as_bytes())).unwrap();
+            builder.push_name(1, [Piece::new(name.as_bytes())].iter()).unwrap();
             builder.push_address(*address);
         }
         builder.build().unwrap()
@@ -251,14 +287,14 @@ mod tests {
     fn tables_that_do_not_ascend_or_are_no_text_are_refused() {
         let mut builder = Builder::default();
         for address in [2, 1] {
-            builder.push_name(std::iter::once(&b"Tx"[..])).unwrap();
+            builder.push_name(1, [Piece::new(b"Tx")].iter()).unwrap();
             builder.push_address(address);
         }
         assert!(builder.build().is_none());
         let mut builder = Builder::default();
-        builder.push_name(std::iter::once(&b"T\xff"[..])).unwrap();
+        builder.push_name(1, [Piece::new(b"T\xff")].iter()).unwrap();
         builder.push_address(1);
         assert!(builder.build().is_none());
-        assert!(Builder::default().push_name(std::iter::once(&b"T"[..])).is_none());
+        assert!(Builder::default().push_name(1, [Piece::new(b"T")].iter()).is_none());
     }
 }

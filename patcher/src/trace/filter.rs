@@ -127,6 +127,16 @@ pub enum FilterError {
         /// The glob.
         pattern: String,
     },
+    /// A glob that names only functions that can't be traced now.
+    #[error("'{pattern}' matches only functions that can't be traced: {function} is {why}")]
+    Refused {
+        /// The glob.
+        pattern: String,
+        /// The first function that it names.
+        function: String,
+        /// Why that can't be traced.
+        why: &'static str,
+    },
     /// All that was named is excluded again.
     #[error("the filters leave no function to trace")]
     NothingLeft,
@@ -140,18 +150,25 @@ impl Filter {
             && !self.except.iter().any(|glob| glob.matches(name))
     }
 
-    /// Checks that every glob of `only` names one of `names` and that something is left to trace.
+    /// Checks that every glob of `only` names one of `names`, the functions that can be traced, and
+    /// that something is left to trace. `refused` are the others, each with the reason.
     ///
     /// # Errors
     /// [`FilterError`].
     pub fn check<'a>(
         &self,
         names: impl Iterator<Item = &'a str> + Clone,
+        refused: impl Iterator<Item = (&'a str, &'static str)> + Clone,
     ) -> Result<(), FilterError> {
         for glob in &self.only {
-            if !names.clone().any(|name| glob.matches(name)) {
-                return Err(FilterError::NoMatch { pattern: glob.pattern.clone() });
+            if names.clone().any(|name| glob.matches(name)) {
+                continue;
             }
+            let pattern = glob.pattern.clone();
+            return Err(match refused.clone().find(|(name, _)| glob.matches(name)) {
+                Some((name, why)) => FilterError::Refused { pattern, function: name.into(), why },
+                None => FilterError::NoMatch { pattern },
+            });
         }
         if names.clone().any(|name| self.selects(name)) {
             Ok(())
@@ -198,12 +215,17 @@ mod tests {
             only: only.iter().map(|p| Glob::new(p)).collect(),
             except: except.iter().map(|p| Glob::new(p)).collect(),
         };
-        let check = |filter: Filter| filter.check(names.iter().copied());
+        let refused = [("do_one_initcall", "init code")];
+        let check = |filter: Filter| filter.check(names.iter().copied(), refused.iter().copied());
         assert_eq!(check(filter(&[], &[])), Ok(()));
         assert_eq!(check(filter(&["vfs_*"], &["*read"])), Ok(()));
         assert_eq!(
             check(filter(&["vfs_*", "ext4_*"], &[])),
             Err(FilterError::NoMatch { pattern: "ext4_*".into() })
+        );
+        assert_eq!(
+            check(filter(&["do_*"], &[])).unwrap_err().to_string(),
+            "'do_*' matches only functions that can't be traced: do_one_initcall is init code"
         );
         assert_eq!(check(filter(&["*read"], &["vfs*"])), Err(FilterError::NothingLeft));
     }

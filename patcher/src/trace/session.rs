@@ -54,7 +54,10 @@ impl Selection {
     ) -> Result<Self, SelectError> {
         let found = kernel.pads(machine.ram())?;
         let pads = found.sites.len() + found.refused.len();
-        filter.check(found.sites.iter().map(|site| &*site.name))?;
+        filter.check(
+            found.sites.iter().map(|site| &*site.name),
+            found.refused.iter().map(|refused| (&*refused.name, refused.why.label())),
+        )?;
         let (mut sites, mut refused) = (found.sites, found.refused);
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));

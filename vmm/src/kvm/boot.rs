@@ -252,3 +252,124 @@ fn memory_map(memory: u64) -> Vec<boot_e820_entry> {
     }
     map
 }
+
+#[cfg(test)]
+mod tests {
+    use linux_loader::loader::bootparam::setup_header;
+    use vm_memory::GuestMemoryBackend;
+
+    use super::super::image::tests::{file, kernel};
+    use super::*;
+
+    const MEMORY: u64 = 128 * MIB;
+
+    /// What comes of booting the synthetic kernel.
+    fn plan(memory: u64, cmdline: &str, initrd_size: Option<u64>) -> Result<Plan, BootError> {
+        let (_kernel_dir, kernel) = file(&kernel());
+        let (_initrd_dir, initrd) = file(b"");
+        if let Some(size) = initrd_size {
+            File::options().write(true).open(&initrd).unwrap().set_len(size).unwrap();
+        }
+        let initrd = initrd_size.map(|_| initrd);
+        Plan::new(&LinuxBoot { kernel, initrd, cmdline: cmdline.into() }, memory, 2)
+    }
+
+    #[test]
+    fn too_little_memory_is_refused_with_what_would_do() {
+        for (memory, initrd, needed) in [
+            (16 * MIB, None, MEMORY),
+            (16 * MIB, Some(1), MEMORY),
+            (MEMORY - PAGE, None, MEMORY),
+            (MEMORY, Some(61 * MIB), 0x437_8000 + 61 * MIB),
+        ] {
+            match plan(memory, "", initrd).unwrap_err() {
+                BootError::MemoryTooSmall { memory: m, needed: n } => {
+                    assert_eq!((m, n), (memory, needed));
+                }
+                other => panic!("{other}"),
+            }
+            assert!(plan(needed, "", initrd).is_ok(), "what is asked for is enough");
+        }
+    }
+
+    #[test]
+    fn an_initrd_beyond_the_kernels_limit_is_refused_whatever_the_memory() {
+        let error = plan(16 * GIB, "", Some(2 * GIB)).unwrap_err();
+        assert!(matches!(error, BootError::InitrdTooLarge { limit: 0x7fff_ffff, .. }), "{error}");
+    }
+
+    #[test]
+    fn a_missing_initrd_and_a_directory_are_refused() {
+        let (_dir, kernel) = file(&kernel());
+        for path in ["/nonexistent/initrd", "/"] {
+            let initrd = Some(path.into());
+            let boot = LinuxBoot { kernel: kernel.clone(), initrd, cmdline: String::new() };
+            let error = Plan::new(&boot, MEMORY, 1).unwrap_err();
+            assert!(matches!(error, BootError::Initrd { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_may_be_as_long_as_the_kernel_says() {
+        let room = 2047 - BASE_CMDLINE.len() - 1;
+        let plan = |len| plan(MEMORY, &"x".repeat(len), None);
+        assert_eq!(plan(room).unwrap().cmdline.len(), 2047);
+        assert!(matches!(
+            plan(room + 1).unwrap_err(),
+            BootError::CmdlineTooLong { found: 2048, most: 2047 }
+        ));
+    }
+
+    #[test]
+    fn a_command_line_with_a_zero_byte_is_refused() {
+        let at = BASE_CMDLINE.len() + 2;
+        let error = plan(MEMORY, "a\0b", None).unwrap_err();
+        assert!(matches!(error, BootError::CmdlineZero { at: found } if found == at), "{error}");
+    }
+
+    #[test]
+    fn the_kernel_finds_its_parameters_in_the_zero_page() {
+        let memory = 3 * GIB + 512 * MIB;
+        let ram = GuestMemoryMmap::<()>::from_ranges(
+            &layout::ram(memory)
+                .into_iter()
+                .map(|extent| (extent.start.into(), (extent.end.0 - extent.start.0) as usize))
+                .collect::<Vec<_>>(),
+        )
+        .unwrap();
+        let entry = plan(memory, "quiet", Some(5000)).unwrap().load(&ram).unwrap();
+        assert_eq!((entry.rip, entry.rsi), (0x10_0200, ZERO_PAGE.0));
+
+        let params: boot_params = ram.read_obj(ZERO_PAGE.into()).unwrap();
+        let header: setup_header = params.hdr;
+        assert_eq!((header.type_of_loader, { header.cmd_line_ptr }), (0xff, 0x2_0000));
+        assert_eq!({ params.acpi_rsdp_addr }, ACPI.start.0);
+        let (initrd, size) = (header.ramdisk_image, header.ramdisk_size);
+        assert_eq!((initrd, size), (0x7fff_e000, 5000), "as high as the kernel takes it");
+
+        let mut cmdline = [0; BASE_CMDLINE.len() + 7];
+        ram.read_slice(&mut cmdline, CMDLINE.into()).unwrap();
+        assert_eq!(cmdline, [BASE_CMDLINE.as_bytes(), b" quiet\0"].concat()[..]);
+        let mut stub = [0; 7];
+        ram.read_slice(&mut stub, REBOOT_STUB.into()).unwrap();
+        assert_eq!(stub, REBOOT_CODE);
+
+        let table = { params.e820_table };
+        let map: Vec<_> = table[..usize::from(params.e820_entries)]
+            .iter()
+            .map(|entry| ({ entry.addr }, entry.addr + entry.size, { entry.r#type }))
+            .collect();
+        assert_eq!(
+            map,
+            [
+                (0, 0x9_fc00, E820_RAM),
+                (0x9_fc00, 0x10_0000, E820_RESERVED),
+                (0x10_0000, 3 * GIB, E820_RAM),
+                (4 * GIB, 4 * GIB + 512 * MIB, E820_RAM),
+            ]
+        );
+        let usable: u64 = map.iter().filter(|e| e.2 == E820_RAM).map(|e| e.1 - e.0).sum();
+        let all: u64 = ram.iter().map(vm_memory::GuestMemoryRegion::len).sum();
+        assert!(usable < all && layout::region(memory).0 >= map.last().unwrap().1);
+    }
+}

@@ -216,3 +216,140 @@ fn identify(head: &[u8]) -> Identity {
         Identity::Other("something without a Linux setup header")
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::PathBuf;
+
+    use vmm_sys_util::tempdir::TempDir;
+
+    use super::*;
+
+    /// A file that says what a stock kernel says, with nothing in it.
+    pub(in crate::kvm) fn kernel() -> Vec<u8> {
+        let mut header = setup_header {
+            setup_sects: 1,
+            syssize: 0x2000 / 16,
+            boot_flag: BOOT_FLAG,
+            header: MAGIC,
+            version: 0x20f,
+            loadflags: LOADED_HIGH,
+            code32_start: 0x10_0000,
+            initrd_addr_max: 0x7fff_ffff,
+            kernel_alignment: 0x20_0000,
+            relocatable_kernel: 1,
+            xloadflags: 0x7f,
+            cmdline_size: 2047,
+            payload_offset: 0x100,
+            payload_length: 0x1e00,
+            pref_address: 0x100_0000,
+            init_size: 0x337_8000,
+            ..Default::default()
+        };
+        let mut file = vec![0; 2 * SECTOR as usize + 0x2000];
+        file[HEADER_AT..][..size_of::<setup_header>()].copy_from_slice(header.as_mut_slice());
+        file
+    }
+
+    /// A directory with one file in it.
+    pub(in crate::kvm) fn file(bytes: &[u8]) -> (TempDir, PathBuf) {
+        let dir = TempDir::new().unwrap();
+        let path = dir.as_path().join("file");
+        std::fs::write(&path, bytes).unwrap();
+        (dir, path)
+    }
+
+    fn refused(bytes: &[u8]) -> ImageError {
+        let (_dir, path) = file(bytes);
+        Image::open(&path).unwrap_err()
+    }
+
+    /// `kernel` with the bytes at `offset` replaced.
+    fn with(offset: usize, bytes: &[u8]) -> Vec<u8> {
+        let mut kernel = kernel();
+        kernel[offset..offset + bytes.len()].copy_from_slice(bytes);
+        kernel
+    }
+
+    #[test]
+    fn a_stock_kernel_is_taken_and_tells_where_it_ends_in_memory() {
+        let (_dir, path) = file(&kernel());
+        assert_eq!(Image::open(&path).unwrap().end_in_memory(), 0x437_8000);
+        let (_dir, path) = file(&with(0x258, &u64::MAX.to_le_bytes()));
+        assert_eq!(Image::open(&path).unwrap().end_in_memory(), u64::MAX);
+    }
+
+    #[test]
+    fn a_kernel_cut_anywhere_behind_its_head_is_truncated() {
+        let whole = kernel();
+        for len in [HEADER_AT + size_of::<setup_header>(), 1024, 4096, whole.len() - 1] {
+            match refused(&whole[..len]) {
+                ImageError::Truncated { found, expected, .. } => {
+                    assert_eq!((found, expected), (len as u64, whole.len() as u64));
+                }
+                other => panic!("{len} bytes: {other}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_payload_that_no_file_could_hold_is_truncated_too() {
+        let huge = with(0x248, &[0xff; 8]);
+        assert!(matches!(refused(&huge), ImageError::Truncated { expected, .. }
+            if expected == 2 * SECTOR + 2 * u64::from(u32::MAX)));
+    }
+
+    #[test]
+    fn other_files_are_named_for_what_they_are() {
+        let elf =
+            |machine: u16| [b"\x7fELF\x02\x01", &[0; 12][..], &machine.to_le_bytes()].concat();
+        let at = |offset: usize, magic: &[u8]| [&vec![0; offset], magic].concat();
+        for (bytes, expected) in [
+            (vec![], "an empty file"),
+            (b"#!/bin/sh\n".to_vec(), "without a Linux setup header"),
+            (elf(62), "vmlinux"),
+            (b"070701".to_vec(), "cpio"),
+            (vec![0x1f, 0x8b, 8], "gzip"),
+            (vec![0x28, 0xb5, 0x2f, 0xfd], "zstd"),
+            (b"\xfd7zXZ\0".to_vec(), "xz"),
+            (b"MZ\x90".to_vec(), "EFI"),
+            (with(0x211, &[0]), "zImage"),
+        ] {
+            match refused(&bytes) {
+                ImageError::NotAKernel { found, .. } => {
+                    assert!(found.contains(expected), "{found}")
+                }
+                other => panic!("{expected}: {other}"),
+            }
+        }
+        for (bytes, expected) in [
+            (at(56, b"ARM\x64"), "arm64"),
+            (elf(183), "arm64"),
+            (at(0x30, b"RISCV\0\0\0"), "RISC-V"),
+            (at(0x1_0008, b"S390EP"), "s390x"),
+            (elf(0x1600), "s390x"),
+            (elf(21), "another architecture (ELF)"),
+            (with(0x236, &[0, 0]), "32-bit x86"),
+        ] {
+            match refused(&bytes) {
+                ImageError::Architecture { found, .. } => assert_eq!(found, expected),
+                other => panic!("{expected}: {other}"),
+            }
+        }
+        assert!(matches!(
+            refused(&with(0x206, &[0x0b, 2])),
+            ImageError::TooOld { version: 0x20b, .. }
+        ));
+    }
+
+    #[test]
+    fn what_is_not_there_or_not_a_file_is_told_apart() {
+        let open = |path: &str| Image::open(Path::new(path)).unwrap_err();
+        assert!(matches!(open("/nonexistent/vmlinuz"), ImageError::Missing { .. }));
+        assert!(
+            matches!(open("/"), ImageError::NotAKernel { found, .. } if found == "a directory")
+        );
+        assert!(matches!(open("/dev/null"), ImageError::NotAKernel { .. }));
+        assert!(matches!(open("/dev/null/kernel"), ImageError::Unreadable { .. }));
+    }
+}

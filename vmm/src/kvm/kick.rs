@@ -13,7 +13,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 
 use kvm_bindings::kvm_run;
-use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
+use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler, unblock_signal};
 
 /// The other threads' handle on one vCPU thread.
 pub(super) struct Kick {
@@ -59,6 +59,9 @@ impl Kick {
 
     /// Called by the vCPU thread before it first looks at its orders: from here on signals find it.
     pub(super) fn enlist(&self) {
+        // The thread that built the machine may have had the signal blocked, and that is inherited.
+        // Fails only for a number that is no signal.
+        let _ = unblock_signal(SIGRTMIN());
         // SAFETY: gettid takes nothing and cannot fail.
         self.thread.store(unsafe { libc::gettid() }, Ordering::SeqCst);
     }

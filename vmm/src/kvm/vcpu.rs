@@ -101,6 +101,7 @@ impl Vcpu {
             self.fd.clear_sync_valid_reg(set);
         }
         let synced = self.fd.sync_regs();
+        // Every 64-bit host has this MSR; should it not, there is no such base to tell.
         let kernel_gs_base = match self.fd.get_msrs(&mut self.gs_base) {
             Ok(1) => self.gs_base.as_slice()[0].data,
             _ => 0,

@@ -1,7 +1,6 @@
 //! A machine: built, started, waited for, ended.
 
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -10,7 +9,6 @@ use std::time::Duration;
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
 use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use kvm_ioctls::{Kvm, VmFd};
-use patcher::addr::Gpa;
 use vm_memory::GuestMemoryError;
 use vmm_sys_util::epoll::EventSet;
 
@@ -21,9 +19,9 @@ use super::cpuid::Model;
 use super::crew::Crew;
 use super::exit::GuestExit;
 use super::kick::Kick;
-use super::layout::{KVM_IDENTITY_MAP, KVM_TSS};
+use super::layout::{self, KVM_IDENTITY_MAP, KVM_TSS};
 use super::machine::Turn;
-use super::memory::Memory;
+use super::memory::{CODE_BYTES, Memory};
 use super::probe::{self, KvmKind};
 use super::shared::Shared;
 use super::state::{self, Entry};
@@ -139,11 +137,11 @@ impl Vm {
             return Err(HardwareError::Cpus { found: hardware.cpus, most }.into());
         }
         let model = Model::new(kvm, hardware.cpus, hardware.la57).map_err(step("tell its CPU"))?;
+        check_address_space(hardware, model.physical_bits())?;
         let fd = create_vm(kvm).map_err(step("create a virtual machine"))?;
 
         let memory = Memory::new(hardware.memory, hardware.ring_bytes())
             .map_err(step("map the guest's memory"))?;
-        check_address_space(hardware.memory, &memory.region(), model.physical_bits())?;
         memory.install(&fd).map_err(step("give the guest its memory"))?;
         let entries = load(&memory)?;
 
@@ -178,8 +176,8 @@ impl Vm {
     }
 
     fn spawn(&mut self, fds: Vec<kvm_ioctls::VcpuFd>) -> io::Result<()> {
-        let mut events = event_loop(&self.shared)?;
-        self.threads.push(thread::Builder::new().name("events".into()).spawn(move || events())?);
+        let events = event_loop(&self.shared)?;
+        self.threads.push(thread::Builder::new().name("events".into()).spawn(events)?);
         let vcpus = fds.into_iter().enumerate();
         let vcpus = vcpus.map(|(index, fd)| Vcpu::new(index, fd, Arc::clone(&self.shared)));
         for vcpu in vcpus.collect::<io::Result<Vec<_>>>()? {
@@ -263,11 +261,12 @@ fn create_vm(kvm: &Kvm) -> io::Result<VmFd> {
     Ok(fd)
 }
 
-fn check_address_space(memory: u64, region: &Range<Gpa>, bits: u32) -> Result<(), HardwareError> {
-    match 1u64.checked_shl(bits) {
-        Some(end) if region.end.0 > end => Err(HardwareError::AddressSpace { memory, bits }),
-        _ => Ok(()),
-    }
+/// Refuses what would not fit below 2^`bits`; there are never more than 52.
+fn check_address_space(hardware: &Hardware, bits: u32) -> Result<(), HardwareError> {
+    let memory = hardware.memory;
+    let end = 1u64 << bits.min(52);
+    let fits = memory < end && layout::region(memory).0 + CODE_BYTES + hardware.ring_bytes() <= end;
+    if fits { Ok(()) } else { Err(HardwareError::AddressSpace { memory, bits }) }
 }
 
 /// Makes the loop that feeds the UART with what is typed, until the guest ends.

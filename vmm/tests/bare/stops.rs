@@ -195,6 +195,18 @@ fn a_panic_in_a_stop_resumes_the_guest() {
 }
 
 #[test]
+fn kicks_arrive_in_a_process_that_blocks_signals() {
+    // On a thread of its own: the mask is the thread's, and is inherited by the vCPUs'.
+    let builder = std::thread::spawn(|| {
+        vmm_sys_util::signal::block_signal(vmm_sys_util::signal::SIGRTMIN()).unwrap();
+        run(2, BareGuest::new(COUNT))
+    });
+    let vm = builder.join().unwrap();
+    (0..2).for_each(|vcpu| wait_for_progress(&vm, vcpu));
+    vm.stop().unwrap().resume().unwrap();
+}
+
+#[test]
 fn nothing_runs_while_the_guest_is_stopped() {
     let vm = run(2, BareGuest::new(COUNT));
     (0..2).for_each(|vcpu| wait_for_progress(&vm, vcpu));

@@ -10,6 +10,17 @@ use crate::arch::ReturnCount;
 const RET: u8 = 0xc3;
 const JMP: u8 = 0xe9;
 const INT3: u8 = 0xcc;
+/// What stands behind a plain return: the `int3` of a kernel that has return thunks and does not
+/// need them, or else what fills the room up to the next function.
+const FILLERS: [&[u8]; 6] = [
+    &[INT3; LEN - 1],
+    &[0x90; LEN - 1],
+    &[0x0f, 0x1f],
+    &[0x66, 0x90],
+    &[0x66, 0x2e, 0x0f, 0x1f],
+    &[0x66, 0x66, 0x2e, 0x0f],
+];
+
 /// The length of a near jump.
 const LEN: usize = 5;
 
@@ -21,11 +32,7 @@ pub(super) fn count(text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
     let mut count = ReturnCount { plain: 0, through: vec![0; thunks.len()] };
     for (offset, window) in text.windows(LEN).enumerate() {
         match window[0] {
-            // What a kernel with return thunks leaves of one it does not need. A kernel without
-            // them has bare returns, which the padding behind a function's last one shows.
-            RET if window[1..].iter().all(|&byte| byte == INT3)
-                || window[1..].iter().all(|&byte| byte == 0x90) =>
-            {
+            RET if FILLERS.iter().any(|filler| window[1..].starts_with(filler)) => {
                 count.plain += 1;
             }
             JMP => {
