@@ -1,1 +1,3 @@
-//! Benchmarks of `vmm`.
+//! What the benchmarks share: a place in this process where a guest's trampolines run natively.
+
+pub mod native;

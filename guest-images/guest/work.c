@@ -12,6 +12,8 @@
  *   faults:N           N page faults: first touches of anonymous memory, one page each
  *   spin:SECONDS       computes and calls nothing
  *   idle:SECONDS       sleeps
+ *   scribble:ADDRESS:LENGTH:SECONDS
+ *                      writes random words all over that guest-physical memory, through /dev/mem
  *   wait-console-line  prints VMM-READY and waits for a line on standard input
  *   exec:PATH          runs a shell script
  *
@@ -176,6 +178,31 @@ static long idle(void)
 	return 1;
 }
 
+static long scribble(void)
+{
+	off_t address = strtoll(argument(0), NULL, 0);
+	size_t words = strtoll(argument(1), NULL, 0) / sizeof(unsigned long);
+	long end = milliseconds() + 1000 * number(2), count = 0;
+	int file = open("/dev/mem", O_RDWR);
+	if (file < 0)
+		fail("open /dev/mem: %s", strerror(errno));
+	volatile unsigned long *memory = mmap(NULL, words * sizeof *memory, PROT_READ | PROT_WRITE,
+					      MAP_SHARED, file, address);
+	if (memory == MAP_FAILED)
+		fail("mmap /dev/mem: %s", strerror(errno));
+	/* A linear congruential sequence (Knuth's MMIX); its high bits are the random ones. */
+	unsigned long random = 1;
+	do {
+		for (int i = 0; i < 10000; i++, count++) {
+			random = random * 6364136223846793005UL + 1442695040888963407UL;
+			/* Every fourth word goes to the ring headers, where it hurts most. */
+			size_t at = (random >> 33) % (i % 4 ? words : words < 1024 ? words : 1024);
+			memory[at] = random ^ random >> 29;
+		}
+	} while (milliseconds() < end);
+	return count;
+}
+
 static long wait_console_line(void)
 {
 	char c;
@@ -211,7 +238,7 @@ static const struct {
 	{ "proc-read", proc_read }, { "syscalls", syscalls },
 	{ "forks", forks },	    { "faults", faults },
 	{ "spin", spin },	    { "idle", idle },
-	{ "delay", idle },	    { "wait-console-line", wait_console_line },
+	{ "scribble", scribble },   { "delay", idle },	    { "wait-console-line", wait_console_line },
 	{ "exec", exec },
 };
 

@@ -5,8 +5,15 @@
 //! terminal: an engine hands it a [`machine::Machine`], and that is all it ever sees of one.
 //!
 //! The modules stand on each other in this order, each using only those above it:
-//! [`addr`], [`mem`], [`machine`], [`arch`], [`kernel`], [`region`], [`patch`], [`trace`].
+//! [`addr`], [`mem`], [`machine`], [`region`], [`arch`], [`kernel`], [`patch`], [`trace`].
 
 pub mod addr;
+pub mod arch;
+pub mod kernel;
 pub mod machine;
 pub mod mem;
+pub mod patch;
+pub mod region;
+#[cfg(any(test, feature = "synthetic"))]
+pub mod synthetic;
+pub mod trace;

@@ -164,6 +164,10 @@ pub enum StopError {
     /// The guest has ended.
     #[error("the guest has ended")]
     Gone,
+    /// The calling thread holds the guest stopped already, so waiting for its turn would be
+    /// forever.
+    #[error("this thread holds the guest stopped already; resume it first")]
+    AlreadyStopped,
     /// There is no vCPU of that number.
     #[error("the guest has no vCPU {vcpu}; its vCPUs are numbered from 0 to {}", count - 1)]
     NoSuchVcpu {

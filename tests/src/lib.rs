@@ -1,1 +1,5 @@
-//! End-to-end tests of `vmm`.
+//! What the end-to-end tests share.
+
+pub mod capture;
+pub mod guest;
+pub mod lab;

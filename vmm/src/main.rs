@@ -1,3 +1,11 @@
 //! The `vmm` program.
 
-fn main() {}
+use std::process::ExitCode;
+
+mod cli;
+mod signals;
+mod terminal;
+
+fn main() -> ExitCode {
+    cli::main()
+}

@@ -1,0 +1,31 @@
+# What a person types. Each target does all the set-up it needs.
+
+CARGO ?= cargo
+
+.PHONY: help check test demo bench setup clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: ## install the packages that builds, guests and tests need
+	scripts/setup.sh
+
+check: ## format, lints, docs and unit tests: minutes
+	$(CARGO) fmt --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --quiet
+	$(CARGO) test --workspace --lib --bins --quiet
+
+test: setup check ## everything, whole guests included
+	$(CARGO) test --workspace --tests --no-fail-fast -- --test-threads=1
+	$(CARGO) test --workspace --doc --quiet
+
+demo: setup ## watch a stock kernel's functions being called
+	$(CARGO) build --release --quiet --package vmm --package guest-images
+	scripts/demo.sh
+
+bench: ## figures, as ratios against what stands beside them
+	$(CARGO) bench --workspace
+
+clean: ## remove what was built; guests stay in the cache
+	$(CARGO) clean

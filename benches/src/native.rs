@@ -1,0 +1,187 @@
+//! Runs the very trampoline bytes that guests get, natively in this process.
+//!
+//! A trampoline needs three things of its surroundings: rings within reach of a signed 32-bit
+//! displacement, which the lowest 2 GiB of a process are as well as the highest 2 GiB of a kernel; the
+//! CPU number relative to GS, which user space on x86_64 leaves to whoever wants it; and a call
+//! instruction that brings it there.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::ptr;
+
+use patcher::addr::{Gpa, Gva};
+use patcher::arch::x86_64::X86_64;
+use patcher::arch::{Arch, Logger, ReturnForm};
+use patcher::machine::RegionWindow;
+use patcher::region::{RingLayout, rings_window_len};
+use vm_memory::VolatileSlice;
+
+/// Bytes of the page that holds pads and the trampoline.
+const CODE_BYTES: usize = 4096;
+
+/// Where the trampoline is in the page; the pads are before it.
+const TRAMPOLINE_AT: usize = 1024;
+
+/// A pad of a function that does nothing else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pad {
+    /// No pad: the function returns at once.
+    Bare,
+    /// The five-byte no-operation of a function that nobody traces.
+    Idle,
+    /// A call of the trampoline.
+    Armed,
+}
+
+impl Pad {
+    fn offset(self) -> usize {
+        match self {
+            Pad::Bare => 0,
+            Pad::Idle => 64,
+            Pad::Armed => 128,
+        }
+    }
+}
+
+/// Functions and rings in this process.
+#[derive(Debug)]
+pub struct NativeGuest {
+    code: LowMemory,
+    rings: LowMemory,
+    layout: RingLayout,
+    _gs: LowMemory,
+}
+
+impl NativeGuest {
+    /// A guest of one CPU with a ring of `ring_bytes`, whose records carry the time if `clock` says
+    /// so. The calling thread's GS base is taken for it: what it calls has to be called from this
+    /// thread.
+    ///
+    /// # Errors
+    /// What the system says to the mappings.
+    pub fn new(ring_bytes: u64, clock: bool) -> io::Result<Self> {
+        let rings_len = rings_window_len(1, ring_bytes) as usize;
+        let rings = LowMemory::new(rings_len)?;
+        let mut code = LowMemory::new(CODE_BYTES)?;
+        // The CPU number, 32 bits of zero, at the beginning of a page that GS points to.
+        let gs = LowMemory::new(CODE_BYTES)?;
+        set_gs_base(gs.address())?;
+
+        let layout =
+            RingLayout::new(Gva(rings.address()), rings_len as u64, 1).map_err(io::Error::other)?;
+        let logger = Logger { cpu_number: 0, rings: layout, clock, returns: ReturnForm::Plain };
+        let base = code.address();
+        let trampoline = Gva(base + TRAMPOLINE_AT as u64);
+        let bytes = X86_64.assemble_logger(trampoline, &logger).map_err(io::Error::other)?;
+        code.write(TRAMPOLINE_AT, &bytes);
+        for pad in [Pad::Bare, Pad::Idle, Pad::Armed] {
+            let at = Gva(base + pad.offset() as u64);
+            let call = X86_64.encode_branch(at, trampoline).map_err(io::Error::other)?;
+            let instruction: &[u8] = match pad {
+                Pad::Bare => &[],
+                Pad::Idle => &[0x0f, 0x1f, 0x44, 0, 0],
+                Pad::Armed => &call,
+            };
+            code.write(pad.offset(), instruction);
+            code.write(pad.offset() + instruction.len(), &[0xc3]);
+        }
+        code.make_executable()?;
+        Ok(Self { code, rings, layout, _gs: gs })
+    }
+
+    /// The function with that pad.
+    #[must_use]
+    pub fn function(&self, pad: Pad) -> extern "C" fn() {
+        let address = self.code.address() as usize + pad.offset();
+        // SAFETY: the page is executable, the bytes there are a whole function that touches nothing
+        // but the rings, and it lives as long as `self`, which the benchmarks keep.
+        unsafe { std::mem::transmute::<usize, extern "C" fn()>(address) }
+    }
+
+    /// Where the function with that pad begins.
+    #[must_use]
+    pub fn address(&self, pad: Pad) -> u64 {
+        self.code.address() + pad.offset() as u64
+    }
+
+    /// The layout of the rings.
+    #[must_use]
+    pub fn layout(&self) -> RingLayout {
+        self.layout
+    }
+
+    /// The rings as a reader gets them.
+    #[must_use]
+    pub fn rings(&self) -> RegionWindow<'_> {
+        // SAFETY: the mapping lives as long as the borrow of `self`; all access goes through
+        // volatile slices or the trampoline's own stores.
+        let memory = unsafe { VolatileSlice::new(self.rings.pointer.cast(), self.rings.len) };
+        RegionWindow { gpa: Gpa(0), memory }
+    }
+}
+
+/// Makes GS of this thread point to `base`.
+fn set_gs_base(base: u64) -> io::Result<()> {
+    // asm/prctl.h
+    const ARCH_SET_GS: libc::c_long = 0x1001;
+    // SAFETY: user space's GS is unused on x86_64 Linux; nothing else in this process reads it.
+    let result = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, base) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Memory in the lowest 2 GiB of this process.
+#[derive(Debug)]
+struct LowMemory {
+    pointer: *mut libc::c_void,
+    len: usize,
+}
+
+impl LowMemory {
+    fn new(len: usize) -> io::Result<Self> {
+        // SAFETY: a new anonymous mapping, wherever the system likes.
+        let pointer = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT | libc::MAP_POPULATE,
+                -1,
+                0,
+            )
+        };
+        if pointer == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { pointer, len })
+    }
+
+    fn address(&self) -> u64 {
+        self.pointer as u64
+    }
+
+    fn write(&mut self, offset: usize, bytes: &[u8]) {
+        assert!(offset + bytes.len() <= self.len);
+        // SAFETY: within the mapping, as just checked, which nothing executes or reads yet.
+        unsafe {
+            ptr::copy_nonoverlapping(
+                bytes.as_ptr(),
+                self.pointer.cast::<u8>().add(offset),
+                bytes.len(),
+            );
+        }
+    }
+
+    fn make_executable(&mut self) -> io::Result<()> {
+        // SAFETY: changes the protection of a mapping that is ours alone.
+        let result =
+            unsafe { libc::mprotect(self.pointer, self.len, libc::PROT_READ | libc::PROT_EXEC) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+impl Drop for LowMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours and nothing borrows from it any more.
+        unsafe { libc::munmap(self.pointer, self.len) };
+    }
+}

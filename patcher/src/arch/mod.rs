@@ -1,0 +1,309 @@
+//! Everything that differs between the guests' architectures, behind one trait.
+//!
+//! An [`Arch`] answers with data where data will do (page-table formats, prefixes, symbol names)
+//! and with code where it must (instruction encodings). The modules above it, from
+//! [`kernel`](crate::kernel) on, contain no address, bit or opcode of any one architecture.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+
+use crate::addr::{Gpa, Gva};
+use crate::machine::Registers;
+use crate::region::RingLayout;
+
+pub mod paging;
+pub mod x86_64;
+
+use paging::AddressSpace;
+
+/// One guest architecture.
+pub trait Arch: fmt::Debug + Send + Sync {
+    /// The name that the kernel's `uname -m` prints.
+    fn name(&self) -> &'static str;
+
+    /// How the guest's integers lie in memory.
+    fn byte_order(&self) -> ByteOrder;
+
+    /// The address spaces in which a vCPU with these registers may see the kernel, best guess
+    /// first.
+    ///
+    /// More than one where the registers leave a choice: on x86_64 a vCPU under page-table
+    /// isolation may stand on the user half of its root table.
+    ///
+    /// # Errors
+    /// Why there is none yet, for a vCPU that has not come that far in its boot.
+    fn address_spaces(&self, registers: &Registers) -> Result<Vec<AddressSpace>, Unpaged>;
+
+    /// The symbols that name the kernel's own root table, best first.
+    fn kernel_root_symbols(&self) -> &'static [&'static str];
+
+    /// Where the kernel's image may be mapped, and the alignment of its first byte.
+    fn image_window(&self) -> ImageWindow;
+
+    /// The length of the one instruction of a pad that is ever changed, in bytes.
+    fn pad_len(&self) -> usize;
+
+    /// What may stand between a function's first byte and its pad; the first of them is nothing.
+    fn pad_prefixes(&self) -> &'static [Prefix];
+
+    /// The symbol that the compiler makes a pad call; the kernel replaces these calls as it boots.
+    fn compiler_hook_symbol(&self) -> &'static str;
+
+    /// What the bytes of the pad at `at` say. `hook` is the address of
+    /// [`compiler_hook_symbol`](Arch::compiler_hook_symbol) where it is known.
+    fn pad_state(&self, at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState;
+
+    /// The bytes that make the pad at `at` branch to `to` so that the code there can tell which
+    /// pad it came from.
+    ///
+    /// # Errors
+    /// The target is farther than the instruction reaches.
+    fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach>;
+
+    /// Where the region may be mapped for a kernel whose image is `image`, so that every pad of
+    /// the kernel and of its modules reaches all of it. `relocatable` says whether the kernel was
+    /// built to be moved (KASLR), which decides on x86_64 where modules begin.
+    fn region_window(&self, image: &Range<Gva>, relocatable: bool) -> Range<Gva>;
+
+    /// The size and alignment of the leaves that map the region, in bytes.
+    fn region_leaf_size(&self) -> u64;
+
+    /// The page-table entry that maps the region's memory at `gpa`, made like `text_leaf`, the
+    /// leaf that maps the kernel's text.
+    fn region_leaf(&self, text_leaf: u64, gpa: Gpa, access: Access) -> u64;
+
+    /// Whether the symbol `name` is one of the thunks that a kernel's functions may return through.
+    fn is_return_thunk(&self, name: &str) -> bool;
+
+    /// The symbol of the variable that holds the address of the return thunk in use, if there is
+    /// one on this architecture.
+    fn return_thunk_variable(&self) -> Option<&'static str>;
+
+    /// Counts, in kernel text `text` that begins at `at`, the instructions that return plainly and
+    /// those that return through each of `thunks`.
+    fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount;
+
+    /// The per-CPU variables that may hold a CPU's own number as 32 bits, most recent kernels
+    /// first.
+    fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
+
+    /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.
+    ///
+    /// # Errors
+    /// The rings or the return thunk are farther from `at` than an instruction reaches.
+    fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
+}
+
+/// The architecture that these registers belong to.
+#[must_use]
+pub fn of(registers: &Registers) -> &'static dyn Arch {
+    match registers {
+        Registers::X86_64(_) => &x86_64::X86_64,
+    }
+}
+
+/// How integers lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ByteOrder {
+    /// Least significant byte first.
+    Little,
+    /// Most significant byte first.
+    Big,
+}
+
+impl ByteOrder {
+    /// The 16-bit integer in these bytes.
+    #[must_use]
+    pub fn u16(self, bytes: [u8; 2]) -> u16 {
+        match self {
+            ByteOrder::Little => u16::from_le_bytes(bytes),
+            ByteOrder::Big => u16::from_be_bytes(bytes),
+        }
+    }
+
+    /// The 32-bit integer in these bytes.
+    #[must_use]
+    pub fn u32(self, bytes: [u8; 4]) -> u32 {
+        match self {
+            ByteOrder::Little => u32::from_le_bytes(bytes),
+            ByteOrder::Big => u32::from_be_bytes(bytes),
+        }
+    }
+
+    /// The 64-bit integer in these bytes.
+    #[must_use]
+    pub fn u64(self, bytes: [u8; 8]) -> u64 {
+        match self {
+            ByteOrder::Little => u64::from_le_bytes(bytes),
+            ByteOrder::Big => u64::from_be_bytes(bytes),
+        }
+    }
+}
+
+/// Where a kernel's image may be mapped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageWindow {
+    /// The addresses that `_text` may have.
+    pub range: Range<Gva>,
+    /// What `_text` is a multiple of, in bytes; likewise its guest-physical address.
+    pub align: u64,
+    /// The address of `_text` in a kernel that was not moved.
+    pub default_base: Gva,
+}
+
+/// A vCPU whose registers show no address space of a kernel yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Unpaged {
+    /// Paging is off.
+    #[error("paging is off")]
+    PagingOff,
+    /// Paging is on, but not in the mode that 64-bit kernels use.
+    #[error("the vCPU is not in 64-bit mode yet")]
+    Not64Bit,
+    /// These are the registers of another architecture.
+    #[error("the registers belong to another architecture")]
+    Foreign,
+}
+
+/// The most bytes that [`PadBytes`] holds.
+pub const MAX_PAD: usize = 8;
+
+/// The bytes of the instruction in a pad.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PadBytes {
+    len: u8,
+    bytes: [u8; MAX_PAD],
+}
+
+impl PadBytes {
+    /// Holds a copy of `bytes`.
+    ///
+    /// # Panics
+    /// If there are more than [`MAX_PAD`]: pads have the length their [`Arch`] gives, never one
+    /// that a guest chose.
+    #[must_use]
+    pub fn new(bytes: &[u8]) -> Self {
+        let mut held = [0; MAX_PAD];
+        held[..bytes.len()].copy_from_slice(bytes);
+        // At most MAX_PAD, or the line above would have panicked.
+        Self { len: bytes.len() as u8, bytes: held }
+    }
+}
+
+impl Deref for PadBytes {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.len)]
+    }
+}
+
+impl DerefMut for PadBytes {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[..usize::from(self.len)]
+    }
+}
+
+impl fmt::Display for PadBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, byte) in self.iter().enumerate() {
+            let space = if i == 0 { "" } else { " " };
+            write!(f, "{space}{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for PadBytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "[{self}]")
+    }
+}
+
+/// What may stand between a function's first byte and its pad.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Prefix {
+    /// What it is called in messages and lists.
+    pub name: &'static str,
+    /// Its bytes; none for a pad that is the function's first instruction.
+    pub bytes: &'static [u8],
+}
+
+/// What the bytes of a pad say about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PadState {
+    /// A no-operation that the guest put there: nobody traces the function.
+    Idle,
+    /// The guest's own tracing branches away from here.
+    GuestEnabled {
+        /// Where to.
+        target: Gva,
+    },
+    /// The guest is about to change the pad: its first byte is a breakpoint for the moment.
+    Changing,
+    /// Still the compiler's own call: the kernel has not come to this pad in its boot.
+    NotYet,
+    /// Nothing that a pad is known to hold.
+    Unknown,
+}
+
+/// A branch target is farther away than the instruction reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a branch at {from} cannot reach {to}: it reaches {reach:#x} bytes either way")]
+pub struct OutOfReach {
+    /// Address of the branch.
+    pub from: Gva,
+    /// Where it was to go.
+    pub to: Gva,
+    /// How far it could, in bytes.
+    pub reach: u64,
+}
+
+/// What the guest may do with a part of the region. Nothing is both writable and executable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Read and execute: trampoline code.
+    Code,
+    /// Read and write: rings.
+    Data,
+}
+
+/// How a guest's own functions return.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReturnForm {
+    /// A plain return instruction.
+    Plain,
+    /// A jump to the return thunk that the guest chose for its CPU (retbleed, SRSO, call depth).
+    Thunk(Gva),
+}
+
+/// What a logging trampoline is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Logger {
+    /// Where a CPU finds its own number, 32 bits, relative to the base of its per-CPU area.
+    pub cpu_number: i32,
+    /// Where the rings are.
+    pub rings: RingLayout,
+    /// Whether the clock is read; records carry time 0 if not.
+    pub clock: bool,
+    /// How the trampoline returns.
+    pub returns: ReturnForm,
+}
+
+/// How many returns of each form were seen in a piece of text.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ReturnCount {
+    /// Plain return instructions.
+    pub plain: usize,
+    /// Branches to each of the thunks asked about, in their order.
+    pub through: Vec<usize>,
+}
+
+/// A field of a per-CPU variable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PerCpuVariable {
+    /// The variable's symbol.
+    pub symbol: &'static str,
+    /// Where in the variable the field begins, in bytes.
+    pub offset: u64,
+}

@@ -1,0 +1,119 @@
+//! x86_64 guests.
+
+use std::ops::Range;
+
+use super::paging::AddressSpace;
+use super::{
+    Access, Arch, ByteOrder, ImageWindow, Logger, OutOfReach, PadBytes, PadState, PerCpuVariable,
+    Prefix, ReturnCount, Unpaged,
+};
+use crate::addr::{Gpa, Gva};
+use crate::machine::Registers;
+
+mod pads;
+pub mod paging;
+mod returns;
+mod trampoline;
+
+/// The x86_64 architecture.
+#[derive(Debug)]
+pub struct X86_64;
+
+/// Where the kernel's image may be: `__START_KERNEL_map` and the 1 GiB `KERNEL_IMAGE_SIZE` above it
+/// (Documentation/arch/x86/x86_64/mm.rst).
+const IMAGE_WINDOW: Range<Gva> = Gva(0xffff_ffff_8000_0000)..Gva(0xffff_ffff_c000_0000);
+
+/// Where modules begin in a kernel that cannot be relocated, whose image has 512 MiB.
+const SMALL_IMAGE_END: Gva = Gva(0xffff_ffff_a000_0000);
+
+impl Arch for X86_64 {
+    fn name(&self) -> &'static str {
+        "x86_64"
+    }
+
+    fn byte_order(&self) -> ByteOrder {
+        ByteOrder::Little
+    }
+
+    fn address_spaces(&self, registers: &Registers) -> Result<Vec<AddressSpace>, Unpaged> {
+        let Registers::X86_64(registers) = registers;
+        paging::address_spaces(registers)
+    }
+
+    fn kernel_root_symbols(&self) -> &'static [&'static str] {
+        &["init_top_pgt", "swapper_pg_dir"]
+    }
+
+    fn image_window(&self) -> ImageWindow {
+        ImageWindow {
+            range: IMAGE_WINDOW,
+            align: paging::LARGE_PAGE,
+            // CONFIG_PHYSICAL_START, 16 MiB in every distribution's kernel.
+            default_base: IMAGE_WINDOW.start + 0x100_0000,
+        }
+    }
+
+    fn pad_len(&self) -> usize {
+        pads::LEN
+    }
+
+    fn pad_prefixes(&self) -> &'static [Prefix] {
+        &pads::PREFIXES
+    }
+
+    fn compiler_hook_symbol(&self) -> &'static str {
+        "__fentry__"
+    }
+
+    fn pad_state(&self, at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
+        pads::state(at, bytes, hook)
+    }
+
+    fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_call(at, to)
+    }
+
+    fn region_window(&self, image: &Range<Gva>, relocatable: bool) -> Range<Gva> {
+        // Everything in the top 2 GiB is within a rel32 of everything else there, so reach sets no
+        // bound; where modules begin does: the kernel takes empty entries above for its own.
+        let end = if relocatable || image.end > SMALL_IMAGE_END {
+            IMAGE_WINDOW.end
+        } else {
+            SMALL_IMAGE_END
+        };
+        IMAGE_WINDOW.start..end
+    }
+
+    fn region_leaf_size(&self) -> u64 {
+        paging::LARGE_PAGE
+    }
+
+    fn region_leaf(&self, text_leaf: u64, gpa: Gpa, access: Access) -> u64 {
+        paging::region_leaf(text_leaf, gpa, access)
+    }
+
+    fn is_return_thunk(&self, name: &str) -> bool {
+        returns::is_thunk(name)
+    }
+
+    fn return_thunk_variable(&self) -> Option<&'static str> {
+        Some("x86_return_thunk")
+    }
+
+    fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
+        returns::count(text, at, thunks)
+    }
+
+    fn cpu_number_variables(&self) -> &'static [PerCpuVariable] {
+        // `cpu_number` is a variable of its own up to 6.1 and again from 6.15; between, it is the
+        // third field of struct pcpu_hot (arch/x86/include/asm/current.h).
+        &[
+            PerCpuVariable { symbol: "cpu_number", offset: 0 },
+            PerCpuVariable { symbol: "pcpu_hot", offset: 12 },
+        ]
+    }
+
+    fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
+        trampoline::assemble(logger, at)
+    }
+}

@@ -1,0 +1,67 @@
+//! Pads of x86_64 kernels: five bytes at a function's entry, made by `gcc -pg -mfentry`.
+
+use crate::addr::Gva;
+use crate::arch::{OutOfReach, PadBytes, PadState, Prefix};
+
+/// A pad's length: one near call, or one no-operation as long.
+pub(super) const LEN: usize = 5;
+
+/// What stands before the pad: nothing; the landing pad of indirect branches; or what the kernel
+/// overwrites that with in functions it knows not to be called indirectly
+/// (`gen_endbr_poison` of arch/x86/include/asm/ibt.h, up to 6.17 and since).
+pub(super) static PREFIXES: [Prefix; 4] = [
+    Prefix { name: "none", bytes: &[] },
+    Prefix { name: "endbr64", bytes: &[0xf3, 0x0f, 0x1e, 0xfa] },
+    Prefix { name: "sealed endbr64 (nopw)", bytes: &[0x66, 0x0f, 0x1f, 0x00] },
+    Prefix { name: "sealed endbr64 (nopl)", bytes: &[0x0f, 0x1f, 0x40, 0xd6] },
+];
+
+/// What the kernel writes over the compiler's call as it boots.
+///
+/// Before 5.13 it chose by processor; the second form is what it took for AMD's up to family 15
+/// (`arch_init_ideal_nops` of 5.10, arch/x86/kernel/alternative.c).
+const IDLE: [[u8; LEN]; 2] = [[0x0f, 0x1f, 0x44, 0x00, 0x00], [0x66, 0x66, 0x66, 0x66, 0x90]];
+
+const CALL: u8 = 0xe8;
+const JMP: u8 = 0xe9;
+const INT3: u8 = 0xcc;
+
+/// How far a near branch reaches, measured from its end.
+const REACH: u64 = 1 << 31;
+
+pub(super) fn state(at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
+    let Ok(bytes) = <[u8; LEN]>::try_from(bytes) else {
+        return PadState::Unknown;
+    };
+    if IDLE.contains(&bytes) {
+        return PadState::Idle;
+    }
+    match bytes[0] {
+        INT3 => PadState::Changing,
+        // From 7.0 on a direct caller may be jumped to (ftrace_is_jmp).
+        opcode @ (CALL | JMP) => {
+            let target = branch_target(at, bytes);
+            if opcode == CALL && hook == Some(target) {
+                PadState::NotYet
+            } else {
+                PadState::GuestEnabled { target }
+            }
+        }
+        _ => PadState::Unknown,
+    }
+}
+
+pub(super) fn encode_call(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    let distance = to.0.wrapping_sub((at + LEN as u64).0) as i64;
+    let displacement =
+        i32::try_from(distance).map_err(|_| OutOfReach { from: at, to, reach: REACH })?;
+    let mut bytes = [CALL; LEN];
+    bytes[1..].copy_from_slice(&displacement.to_le_bytes());
+    Ok(PadBytes::new(&bytes))
+}
+
+/// Where the near branch `bytes` at `at` goes.
+fn branch_target(at: Gva, bytes: [u8; LEN]) -> Gva {
+    let [_, displacement @ ..] = bytes;
+    at + LEN as u64 + i64::from(i32::from_le_bytes(displacement)) as u64
+}

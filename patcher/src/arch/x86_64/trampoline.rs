@@ -1,0 +1,198 @@
+//! The code that a traced x86_64 function calls: it writes one ring record and returns.
+//!
+//! A site's pad becomes `call` to this code, so the return address on the stack tells which
+//! function was entered and the word above it who called. The code calls nothing and touches only
+//! the stack, the CPU number and the ring, so it cannot recurse and may be interrupted, preempted
+//! or entered again by an NMI at every instruction:
+//!
+//! * A slot is reserved by one locked `xadd`. The task may move to another CPU between reading the
+//!   CPU number and that instruction; the record then goes, whole, to the ring of the CPU where it
+//!   began.
+//! * The clock is read *after* the slot is reserved. A record with a time before T therefore has its
+//!   slot reserved before T, which is what lets a reader tell when it has seen everything up to T.
+//! * The sequence number is written last (x86 keeps stores in order), so a reader that finds it
+//!   finds the whole record.
+//!
+//! Every register and all arithmetic flags are as they were when the code returns. It returns as
+//! the guest's own functions do, through the guest's return thunk where it has one.
+
+use crate::addr::Gva;
+use crate::arch::{Logger, OutOfReach, ReturnForm};
+use crate::region::{HEADER_BYTES, RECORD_BYTES};
+
+/// How far an absolute or relative 32-bit displacement goes, in bytes either way.
+const REACH: u64 = 1 << 31;
+
+/// The code, to be placed at `at`.
+///
+/// # Errors
+/// The rings are not within the lowest or highest 2 GiB of the address space, where a sign-extended
+/// displacement names them, or the return thunk is not within 2 GiB of `at`.
+pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
+    let out_of_reach = |to| OutOfReach { from: at, to, reach: REACH };
+    let absolute = |to: Gva| i32::try_from(to.0.cast_signed()).map_err(|_| out_of_reach(to));
+    let rings = &logger.rings;
+    let headers = absolute(rings.headers())?;
+    let slots = absolute(rings.slots())?;
+    // The whole of the rings has to be within reach, not only where they begin.
+    absolute(rings.end())?;
+    let field = |offset: i32| slots.wrapping_add(offset).to_le_bytes();
+    let record_shift = RECORD_BYTES.trailing_zeros() as u8;
+
+    let mut code = Vec::with_capacity(128);
+    let mut put = |bytes: &[&[u8]]| bytes.iter().for_each(|part| code.extend_from_slice(part));
+
+    put(&[&[0x50]]); //                       push rax
+    put(&[&[0x9f]]); //                       lahf             SF ZF AF PF CF into ah
+    put(&[&[0x0f, 0x90, 0xc0]]); //           seto al
+    put(&[&[0x50]]); //                       push rax
+    put(&[&[0x51]]); //                       push rcx
+    put(&[&[0x52]]); //                       push rdx
+    put(&[&[0x53]]); //                       push rbx
+
+    // Reserve: rcx = CPU, rbx = index of the record in that CPU's ring.
+    put(&[&[0x65, 0x8b, 0x0c, 0x25], &logger.cpu_number.to_le_bytes()]); // mov ecx, gs:[cpu]
+    put(&[&[0x89, 0xc8]]); //                 mov eax, ecx
+    put(&[&[0xc1, 0xe0, HEADER_BYTES.trailing_zeros() as u8]]); // shl eax, log2(header)
+    put(&[&[0xbb, 1, 0, 0, 0]]); //           mov ebx, 1
+    put(&[&[0xf0, 0x48, 0x0f, 0xc1, 0x98], &headers.to_le_bytes()]); // lock xadd [rax+h], rbx
+
+    // rax = time.
+    if logger.clock {
+        put(&[&[0x0f, 0x31]]); //             rdtsc
+        put(&[&[0x48, 0xc1, 0xe2, 32]]); //   shl rdx, 32
+        put(&[&[0x48, 0x09, 0xd0]]); //       or rax, rdx
+    } else {
+        put(&[&[0x31, 0xc0]]); //             xor eax, eax
+    }
+
+    // rcx + rdx = offset of the slot from the first ring.
+    put(&[&[0x48, 0xc1, 0xe1, rings.ring_shift()]]); // shl rcx, log2(ring)
+    put(&[&[0x89, 0xda]]); //                 mov edx, ebx
+    put(&[&[0x81, 0xe2], &rings.index_mask().to_le_bytes()]); // and edx, slots - 1
+    put(&[&[0xc1, 0xe2, record_shift]]); //   shl edx, log2(record)
+    put(&[&[0x48, 0x89, 0x84, 0x11], &field(0)]); //  mov [rcx+rdx+slots], rax      time
+    put(&[&[0x8b, 0x44, 0x24, 0x28]]); //     mov eax, [rsp+40]
+    put(&[&[0x89, 0x84, 0x11], &field(8)]); //        mov [rcx+rdx+slots+8], eax    function
+    put(&[&[0x8b, 0x44, 0x24, 0x30]]); //     mov eax, [rsp+48]
+    put(&[&[0x89, 0x84, 0x11], &field(12)]); //       mov [rcx+rdx+slots+12], eax   caller
+    put(&[&[0x48, 0xff, 0xc3]]); //           inc rbx
+    put(&[&[0x48, 0x89, 0x9c, 0x11], &field(24)]); // mov [rcx+rdx+slots+24], rbx   sequence
+
+    put(&[&[0x5b]]); //                       pop rbx
+    put(&[&[0x5a]]); //                       pop rdx
+    put(&[&[0x59]]); //                       pop rcx
+    put(&[&[0x58]]); //                       pop rax
+    put(&[&[0x04, 0x7f]]); //                 add al, 0x7f     overflows if al is 1: OF as it was
+    put(&[&[0x9e]]); //                       sahf             the others as they were
+    put(&[&[0x58]]); //                       pop rax
+
+    match logger.returns {
+        // The int3 keeps the CPU from speculating past the return, as the kernel's own has it.
+        ReturnForm::Plain => code.extend_from_slice(&[0xc3, 0xcc]),
+        ReturnForm::Thunk(thunk) => {
+            let next = at + code.len() as u64 + 5;
+            let distance = i32::try_from(thunk.0.wrapping_sub(next.0).cast_signed())
+                .map_err(|_| out_of_reach(thunk))?;
+            code.push(0xe9); // jmp thunk
+            code.extend_from_slice(&distance.to_le_bytes());
+            code.push(0xcc);
+        }
+    }
+    Ok(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use capstone::prelude::*;
+
+    use super::*;
+    use crate::region::RingLayout;
+
+    fn logger(returns: ReturnForm) -> Logger {
+        Logger {
+            cpu_number: 0x1_f0c0,
+            rings: RingLayout::new(Gva(0xffff_ffff_be20_0000), 0x400_0000 + (2 << 20), 2).unwrap(),
+            clock: true,
+            returns,
+        }
+    }
+
+    fn listing(code: &[u8], at: u64) -> Vec<String> {
+        let capstone =
+            Capstone::new().x86().mode(arch::x86::ArchMode::Mode64).build().expect("capstone");
+        let instructions = capstone.disasm_all(code, at).expect("disassembly");
+        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
+        assert_eq!(decoded, code.len(), "the code decodes to its end");
+        instructions
+            .iter()
+            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn the_code_is_what_its_comments_say() {
+        let at = Gva(0xffff_ffff_be00_0000);
+        let code = assemble(&logger(ReturnForm::Plain), at).unwrap();
+        assert_eq!(
+            listing(&code, at.0),
+            [
+                "push rax",
+                "lahf",
+                "seto al",
+                "push rax",
+                "push rcx",
+                "push rdx",
+                "push rbx",
+                "mov ecx, dword ptr gs:[0x1f0c0]",
+                "mov eax, ecx",
+                "shl eax, 7",
+                "mov ebx, 1",
+                "lock xadd qword ptr [rax - 0x41e00000], rbx",
+                "rdtsc",
+                "shl rdx, 0x20",
+                "or rax, rdx",
+                "shl rcx, 0x19",
+                "mov edx, ebx",
+                "and edx, 0xfffff",
+                "shl edx, 5",
+                "mov qword ptr [rcx + rdx - 0x41df0000], rax",
+                "mov eax, dword ptr [rsp + 0x28]",
+                "mov dword ptr [rcx + rdx - 0x41defff8], eax",
+                "mov eax, dword ptr [rsp + 0x30]",
+                "mov dword ptr [rcx + rdx - 0x41defff4], eax",
+                "inc rbx",
+                "mov qword ptr [rcx + rdx - 0x41deffe8], rbx",
+                "pop rbx",
+                "pop rdx",
+                "pop rcx",
+                "pop rax",
+                "add al, 0x7f",
+                "sahf",
+                "pop rax",
+                "ret",
+                "int3",
+            ]
+        );
+    }
+
+    #[test]
+    fn the_guests_return_thunk_is_kept() {
+        let at = Gva(0xffff_ffff_be00_0000);
+        let thunk = Gva(0xffff_ffff_8222_2260);
+        let code = assemble(&logger(ReturnForm::Thunk(thunk)), at).unwrap();
+        let listing = listing(&code, at.0);
+        assert_eq!(listing[listing.len() - 2..], [format!("jmp {:#x}", thunk.0), "int3".into()]);
+    }
+
+    #[test]
+    fn what_no_instruction_can_reach_is_refused() {
+        let at = Gva(0xffff_ffff_be00_0000);
+        let far = Gva(0xffff_8880_0000_0000);
+        let refused = |logger: Logger| assemble(&logger, at).unwrap_err();
+        assert_eq!(refused(logger(ReturnForm::Thunk(far))).to, far);
+        let plain = logger(ReturnForm::Plain);
+        let far_rings = RingLayout::new(far, 4 << 20, 1).unwrap();
+        assert_eq!(refused(Logger { rings: far_rings, ..plain }).to, far);
+    }
+}

@@ -1,0 +1,228 @@
+//! A guest's kernel, from its memory alone: where it is, what it is, its symbols and its pads.
+
+use std::ops::Range;
+
+use crate::addr::{Gpa, Gva};
+use crate::arch::Arch;
+use crate::arch::paging::{AddressSpace, WalkError};
+use crate::mem::{MemError, PhysMem};
+
+mod image;
+mod kallsyms;
+mod locate;
+mod mapped;
+mod mapping;
+mod pads;
+mod probes;
+mod records;
+mod symbols;
+#[cfg(test)]
+mod tests;
+
+pub use image::Image;
+pub use kallsyms::KallsymsError;
+pub use locate::{LocateError, Located, NotYet, locate};
+pub use mapped::{MapRegionError, MappedRegion};
+pub use mapping::{InstallError, Mapping, MappingEntry, PlanMappingError, plan_mapping};
+pub use pads::{Pads, PadsError, Refusal, Refused, Site};
+pub use probes::{CpuNumberError, ReturnFormError, Unready};
+pub use records::RecordsError;
+pub use symbols::{Place, Symbol, Symbols};
+
+/// A kernel found in a guest's memory.
+///
+/// It holds what does not change while the kernel runs. Everything that does is read anew, through
+/// the `ram` that each method is given.
+#[derive(Debug)]
+pub struct Kernel {
+    arch: &'static dyn Arch,
+    image: Image,
+    root: AddressSpace,
+    symbols: Symbols,
+    banner: String,
+}
+
+/// Guest-virtual memory could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// The kernel's page tables do not map it.
+    #[error(transparent)]
+    Walk(#[from] WalkError),
+    /// They map it to something that is no RAM.
+    #[error(transparent)]
+    Mem(#[from] MemError),
+    /// The address range goes beyond the end of the address space.
+    #[error("{len} bytes at {va} go beyond the end of the address space")]
+    Wraps {
+        /// First byte wanted.
+        va: Gva,
+        /// Bytes wanted.
+        len: usize,
+    },
+}
+
+/// A variable of the kernel could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum VariableError {
+    /// The kernel has no such symbol.
+    #[error(
+        "the kernel has no symbol {symbol}: is it older than what is supported, \
+         or built without CONFIG_KALLSYMS_ALL?"
+    )]
+    NoSymbol {
+        /// The symbol's name.
+        symbol: &'static str,
+    },
+    /// The memory that the symbol names could not be read.
+    #[error("the kernel's variable {symbol} cannot be read: {source}")]
+    Unreadable {
+        /// The symbol's name.
+        symbol: &'static str,
+        /// Why not.
+        source: ReadError,
+    },
+}
+
+/// Reads go page by page: the smallest pages of every architecture are a multiple of this.
+const PAGE: u64 = 4096;
+
+impl Kernel {
+    /// The architecture.
+    #[must_use]
+    pub fn arch(&self) -> &'static dyn Arch {
+        self.arch
+    }
+
+    /// The image, from `_text` to `_end`.
+    #[must_use]
+    pub fn image(&self) -> &Image {
+        &self.image
+    }
+
+    /// The addresses of the kernel's code, from `_stext` to `_etext`; the init text, which is freed
+    /// as the kernel finishes its boot, lies elsewhere.
+    #[must_use]
+    pub fn text(&self) -> Range<Gva> {
+        let begin = self.symbols.address("_stext").unwrap_or(self.image.range.start);
+        let end = self.symbols.address("_etext").unwrap_or(self.image.range.end);
+        begin.max(self.image.range.start)..end.min(self.image.range.end)
+    }
+
+    /// How far the kernel was moved from where it was linked to be, in bytes. A kernel that moves
+    /// itself may by chance end up where it was.
+    #[must_use]
+    pub fn kaslr_offset(&self) -> i64 {
+        image::kaslr_offset(self.arch, self.image.range.start)
+    }
+
+    /// The line with which the kernel names itself, as in /proc/version, without the newline.
+    #[must_use]
+    pub fn banner(&self) -> &str {
+        &self.banner
+    }
+
+    /// The kernel's release, as `uname -r` prints it.
+    #[must_use]
+    pub fn release(&self) -> &str {
+        self.banner.split(' ').nth(2).unwrap_or_default()
+    }
+
+    /// The first two numbers of the release, if it begins with two.
+    #[must_use]
+    pub fn version(&self) -> Option<(u32, u32)> {
+        let mut numbers = self.release().split(|c: char| !c.is_ascii_digit());
+        Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+    }
+
+    /// The kernel's symbols. Those of modules are not among them.
+    #[must_use]
+    pub fn symbols(&self) -> &Symbols {
+        &self.symbols
+    }
+
+    /// The kernel's own page tables.
+    #[must_use]
+    pub fn root(&self) -> &AddressSpace {
+        &self.root
+    }
+
+    /// The guest-physical address of `va`: by its distance from `_text` within the image, which is
+    /// one piece of memory, by the kernel's page tables elsewhere.
+    ///
+    /// # Errors
+    /// Why the page tables do not translate it.
+    pub fn translate(&self, ram: &dyn PhysMem, va: Gva) -> Result<Gpa, WalkError> {
+        match self.image.translate(va) {
+            Some(gpa) => Ok(gpa),
+            None => self.root.translate(ram, va),
+        }
+    }
+
+    /// Fills `buf` with the bytes at the kernel's address `va`.
+    ///
+    /// # Errors
+    /// [`ReadError`]; `buf` is then unspecified.
+    pub fn read_virt(&self, ram: &dyn PhysMem, va: Gva, buf: &mut [u8]) -> Result<(), ReadError> {
+        let len = buf.len();
+        let mut at = va;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let in_page = (PAGE - at.0 % PAGE) as usize;
+            let (now, later) = rest.split_at_mut(in_page.min(rest.len()));
+            ram.read(self.translate(ram, at)?, now)?;
+            if !later.is_empty() {
+                at = at.checked_add(now.len() as u64).ok_or(ReadError::Wraps { va, len })?;
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Whether this kernel is still the one that runs: its own page tables map its text where it
+    /// was found, and its banner stands there. After a reboot or a kexec it is not, and no address
+    /// found by it means anything any more.
+    #[must_use]
+    pub fn is_current(&self, ram: &dyn PhysMem) -> bool {
+        let mapped = self.root.translate(ram, self.image.range.start);
+        mapped == Ok(self.image.phys)
+            && locate::read_banner(ram, &self.image, &self.symbols).as_ref() == Ok(&self.banner)
+    }
+
+    fn variable<const N: usize>(
+        &self,
+        ram: &dyn PhysMem,
+        symbol: &'static str,
+    ) -> Result<[u8; N], VariableError> {
+        let at = self.symbols.address(symbol).ok_or(VariableError::NoSymbol { symbol })?;
+        let mut bytes = [0; N];
+        self.read_virt(ram, at, &mut bytes)
+            .map_err(|source| VariableError::Unreadable { symbol, source })?;
+        Ok(bytes)
+    }
+
+    /// Reads the kernel's 32-bit variable `symbol`.
+    ///
+    /// # Errors
+    /// [`VariableError`].
+    pub fn variable_u32(
+        &self,
+        ram: &dyn PhysMem,
+        symbol: &'static str,
+    ) -> Result<u32, VariableError> {
+        Ok(self.arch.byte_order().u32(self.variable(ram, symbol)?))
+    }
+
+    /// Reads the kernel's 64-bit variable `symbol`.
+    ///
+    /// # Errors
+    /// [`VariableError`].
+    pub fn variable_u64(
+        &self,
+        ram: &dyn PhysMem,
+        symbol: &'static str,
+    ) -> Result<u64, VariableError> {
+        Ok(self.arch.byte_order().u64(self.variable(ram, symbol)?))
+    }
+}

@@ -1,0 +1,253 @@
+//! The kernel's pads: which may be written, and which may not and why.
+
+use std::ops::Range;
+
+use super::records::{Record, RecordsError};
+use super::{Kernel, PAGE};
+use crate::addr::{Gpa, Gva};
+use crate::arch::paging::{Leaf, WalkError};
+use crate::arch::{PadBytes, PadState, Prefix};
+use crate::mem::PhysMem;
+
+/// The pads of a kernel at one moment.
+#[derive(Debug, Clone, Default)]
+pub struct Pads {
+    /// Those that may be written, ascending by address within the kernel.
+    pub sites: Vec<Site>,
+    /// Those that may not, likewise.
+    pub refused: Vec<Refused>,
+}
+
+/// A pad that may be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Site {
+    /// The function's name, as the guest's available_filter_functions has it.
+    pub name: Box<str>,
+    /// Where the function begins.
+    pub function: Gva,
+    /// The address of the instruction that may be changed.
+    pub at: Gva,
+    /// The same in guest-physical memory.
+    pub gpa: Gpa,
+    /// What stands between the function's beginning and that instruction.
+    pub prefix: &'static Prefix,
+    /// The bytes found in the pad.
+    pub original: PadBytes,
+}
+
+/// A pad that is left alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// The function's name, as the guest's available_filter_functions has it; empty for a function
+    /// of a module.
+    pub name: Box<str>,
+    /// The pad's address.
+    pub at: Gva,
+    /// Why.
+    pub why: Refusal,
+}
+
+/// Why a pad is left alone.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The guest's own tracing uses it.
+    #[error("the guest's own tracing uses it")]
+    GuestTraces {
+        /// Where the pad branches to; `None` if the guest has counted a tracer and not changed the
+        /// pad.
+        target: Option<Gva>,
+    },
+    /// The guest is changing it right now.
+    #[error("the guest is changing it")]
+    Changing,
+    /// The kernel has not come to it in its boot.
+    #[error("the kernel is still booting and has not prepared it")]
+    NotYet,
+    /// It lies in what is left of a weak function that another one overrides.
+    #[error("it is the dead code of an overridden weak function")]
+    DeadWeak,
+    /// It lies in code that is freed when the kernel has booted.
+    #[error("it is code that the kernel frees after its boot")]
+    InitText,
+    /// It is a module's.
+    #[error("it is a module's")]
+    Module,
+    /// It holds something that no pad is known to hold.
+    #[error("it holds {found}, which no pad is known to hold")]
+    UnknownBytes {
+        /// What it holds.
+        found: PadBytes,
+    },
+    /// What stands in front of it is nothing known.
+    #[error("what stands in front of it, {found}, is not known")]
+    UnknownPrefix {
+        /// What stands there.
+        found: PadBytes,
+    },
+    /// It goes on in another page.
+    #[error("it crosses into another page")]
+    CrossesPage,
+    /// The kernel does not map it, or not where the image has it.
+    #[error("the kernel does not map it where it should be")]
+    NotMapped,
+}
+
+impl Refusal {
+    /// The reason in a few words, the same for every pad that is left alone for it.
+    #[must_use]
+    pub fn label(&self) -> &'static str {
+        match self {
+            Refusal::GuestTraces { .. } => "traced by the guest",
+            Refusal::Changing => "being changed by the guest",
+            Refusal::NotYet => "not prepared yet",
+            Refusal::DeadWeak => "overridden weak functions",
+            Refusal::InitText => "init code",
+            Refusal::Module => "in modules",
+            Refusal::UnknownBytes { .. } => "of unknown bytes",
+            Refusal::UnknownPrefix { .. } => "behind unknown bytes",
+            Refusal::CrossesPage => "across two pages",
+            Refusal::NotMapped => "not mapped",
+        }
+    }
+}
+
+/// The pads could not be listed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PadsError {
+    /// The kernel's own list of them could not be read.
+    #[error(transparent)]
+    Records(#[from] RecordsError),
+}
+
+impl Kernel {
+    /// Lists the kernel's pads and what state each is in.
+    ///
+    /// # Errors
+    /// [`PadsError`].
+    pub fn pads(&self, ram: &dyn PhysMem) -> Result<Pads, PadsError> {
+        let records = self.records(ram)?;
+        let mut pads = Pads::default();
+        pads.sites.reserve(records.len());
+        let mut survey = Survey::new(self, ram);
+        for record in &records {
+            match survey.site(record) {
+                Ok(site) => pads.sites.push(site),
+                Err(refused) => pads.refused.push(refused),
+            }
+        }
+        Ok(pads)
+    }
+}
+
+/// Text is read so many bytes at a time; records ascend, so most find their text read already.
+const WINDOW: u64 = 64 << 10;
+
+/// One pass over the kernel's pads.
+struct Survey<'a> {
+    kernel: &'a Kernel,
+    ram: &'a dyn PhysMem,
+    hook: Option<Gva>,
+    init_text: Range<Gva>,
+    /// The text read last, and where it begins.
+    window: (Gva, Vec<u8>),
+    /// The leaf walked last, and the addresses it maps.
+    leaf: Option<(Range<Gva>, Leaf)>,
+}
+
+impl<'a> Survey<'a> {
+    fn new(kernel: &'a Kernel, ram: &'a dyn PhysMem) -> Self {
+        let symbol = |name| kernel.symbols.address(name).unwrap_or_default();
+        Self {
+            kernel,
+            ram,
+            hook: kernel.symbols.address(kernel.arch.compiler_hook_symbol()),
+            init_text: symbol("_sinittext")..symbol("_einittext"),
+            window: (Gva(0), Vec::new()),
+            leaf: None,
+        }
+    }
+
+    /// What `record` is: a site, or why it is none.
+    fn site(&mut self, record: &Record) -> Result<Site, Refused> {
+        let at = record.ip;
+        let refused = |name: Box<str>, why| Err(Refused { name, at, why });
+        let place = self.kernel.symbols.lookup(at);
+        let (Some(gpa), Some(place)) = (self.kernel.image.translate(at), place) else {
+            return refused(Box::default(), Refusal::Module);
+        };
+        if record.flags.disabled() {
+            // How the guest's available_filter_functions shows such a record.
+            let name = format!("__ftrace_invalid_address___{}", place.offset);
+            return refused(name.into(), Refusal::DeadWeak);
+        }
+        let name: Box<str> = place.symbol.name.into();
+        if self.init_text.contains(&at) {
+            return refused(name, Refusal::InitText);
+        }
+        let prefixes = self.kernel.arch.pad_prefixes();
+        let longest = prefixes.iter().map(|prefix| prefix.bytes.len()).max().unwrap_or(0);
+        if place.offset > longest as u64 {
+            return refused(name, Refusal::DeadWeak);
+        }
+        let len = self.kernel.arch.pad_len();
+        if at.0 % PAGE + len as u64 > PAGE {
+            return refused(name, Refusal::CrossesPage);
+        }
+        if !self.is_mapped(at, gpa) {
+            return refused(name, Refusal::NotMapped);
+        }
+        let function = place.symbol.address;
+        let Some(bytes) = self.text(function, place.offset as usize + len) else {
+            return refused(name, Refusal::NotMapped);
+        };
+        let (before, pad) = bytes.split_at(place.offset as usize);
+        let original = PadBytes::new(pad);
+        let prefix = prefixes.iter().find(|prefix| prefix.bytes == before);
+        let before = PadBytes::new(before);
+
+        let why = match self.kernel.arch.pad_state(at, &original, self.hook) {
+            PadState::Idle if record.flags.in_use() => Refusal::GuestTraces { target: None },
+            PadState::Idle => match prefix {
+                Some(prefix) => return Ok(Site { name, function, at, gpa, prefix, original }),
+                None => Refusal::UnknownPrefix { found: before },
+            },
+            PadState::GuestEnabled { target } => Refusal::GuestTraces { target: Some(target) },
+            PadState::Changing => Refusal::Changing,
+            PadState::NotYet => Refusal::NotYet,
+            PadState::Unknown => Refusal::UnknownBytes { found: original },
+        };
+        refused(name, why)
+    }
+
+    /// The `len` bytes of text at `at`, a few at most.
+    fn text(&mut self, at: Gva, len: usize) -> Option<&[u8]> {
+        let image = &self.kernel.image;
+        let offset = at.offset_from(self.window.0).map(|offset| offset as usize);
+        let hit = offset.filter(|offset| offset + len <= self.window.1.len());
+        let offset = match hit {
+            Some(offset) => offset,
+            None => {
+                let begin = at.offset_from(image.range.start)?;
+                self.window = (at, image.read(self.ram, begin, WINDOW).ok()?);
+                0
+            }
+        };
+        self.window.1.get(offset..offset + len)
+    }
+
+    /// Whether the kernel maps `va` to `gpa`.
+    fn is_mapped(&mut self, va: Gva, gpa: Gpa) -> bool {
+        if !self.leaf.as_ref().is_some_and(|(range, _)| range.contains(&va)) {
+            let walked: Result<Leaf, WalkError> = self.kernel.root.walk(self.ram, va);
+            self.leaf = walked.ok().map(|leaf| {
+                let begin = va.align_down(leaf.size);
+                (begin..begin + leaf.size, leaf)
+            });
+        }
+        self.leaf.as_ref().is_some_and(|(range, leaf)| {
+            leaf.gpa.align_down(leaf.size) + (va.0 - range.start.0) == gpa
+        })
+    }
+}

@@ -1,0 +1,220 @@
+//! Single questions to a running kernel.
+
+use super::records::RecordsError;
+use super::{Kernel, VariableError};
+use crate::addr::Gva;
+use crate::arch::{PadState, ReturnForm};
+use crate::mem::PhysMem;
+
+/// Why a kernel's pads must not be written yet.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Unready {
+    /// The list of pads can't be had.
+    #[error(transparent)]
+    Records(#[from] RecordsError),
+    /// The kernel is still replacing the compiler's calls.
+    #[error("the kernel is still preparing its pads: {at} holds the compiler's call")]
+    PadPending {
+        /// A pad that it has not come to.
+        at: Gva,
+    },
+    /// The kernel has not yet fitted its code to the processor: its functions do not return as
+    /// they will.
+    #[error("the kernel has not fitted its code to the processor yet (alternatives)")]
+    AlternativesPending,
+}
+
+/// It could not be told how the kernel's functions return.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReturnFormError {
+    /// The text can't be read.
+    #[error("the kernel's text cannot be read: {0}")]
+    Text(#[from] super::ReadError),
+    /// The text shows neither form often enough.
+    #[error(
+        "how the kernel's functions return cannot be told: \
+         {plain} plain returns and {through} through a thunk in {len:#x} bytes of text"
+    )]
+    NoEvidence {
+        /// Plain returns seen.
+        plain: usize,
+        /// Returns through the most frequent thunk seen.
+        through: usize,
+        /// Bytes looked at.
+        len: usize,
+    },
+}
+
+/// It could not be told where the number of a CPU is.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CpuNumberError {
+    /// A variable that is needed can't be read.
+    #[error(transparent)]
+    Variable(#[from] VariableError),
+    /// The per-CPU area of a CPU can't be read.
+    #[error("the per-CPU area of CPU {cpu} cannot be read: {source}")]
+    Unreadable {
+        /// The CPU.
+        cpu: u32,
+        /// Why not.
+        source: super::ReadError,
+    },
+    /// None of the variables that may hold the number holds it on every CPU.
+    #[error("no variable of the kernel holds the number of CPU {cpu} (found {found})")]
+    NotHeld {
+        /// The first CPU where it is wrong.
+        cpu: u32,
+        /// What the variable holds there.
+        found: u32,
+    },
+    /// The kernel says that it has a number of CPUs that none has.
+    #[error("the kernel says that it has up to {count} CPUs")]
+    Absurd {
+        /// The number.
+        count: u32,
+    },
+}
+
+/// How much text is looked at for returns, in bytes: about a thousand functions.
+const RETURN_SAMPLE: u64 = 1 << 20;
+
+/// How many returns of the form that prevails are evidence.
+const ENOUGH_RETURNS: usize = 256;
+
+/// The most CPUs that a kernel can be built for (CONFIG_NR_CPUS with MAXSMP).
+const MAX_CPUS: u32 = 8192;
+
+impl Kernel {
+    /// Whether the kernel is past the point of its boot from which its pads may be written: it has
+    /// replaced every call of the compiler's, and fitted its code to the processor.
+    ///
+    /// # Errors
+    /// Why not. While the kernel boots this is cheap: it looks at the records and at one pad.
+    pub fn readiness(&self, ram: &dyn PhysMem) -> Result<(), Unready> {
+        match self.variable_u32(ram, "alternatives_patched") {
+            Ok(0) => return Err(Unready::AlternativesPending),
+            // The kernel has no such step, or does not show it.
+            Ok(_) | Err(VariableError::NoSymbol { .. }) => {}
+            Err(error) => return Err(RecordsError::from(error).into()),
+        }
+        let hook = self.symbols.address(self.arch.compiler_hook_symbol());
+        let text = self.text();
+        let mut bytes = vec![0; self.arch.pad_len()];
+        // The kernel goes through its records in order, so the last is the one to look at first.
+        for record in self.records(ram)?.iter().rev().filter(|record| text.contains(&record.ip)) {
+            let at = record.ip;
+            self.read_virt(ram, at, &mut bytes)
+                .map_err(|source| RecordsError::Unreadable { at, source })?;
+            if self.arch.pad_state(at, &bytes, hook) == PadState::NotYet {
+                return Err(Unready::PadPending { at });
+            }
+        }
+        Ok(())
+    }
+
+    /// How the kernel's own functions return on this processor, judged by the returns in its text.
+    ///
+    /// This is settled once the kernel is [ready](Kernel::readiness), not before.
+    ///
+    /// # Errors
+    /// [`ReturnFormError`].
+    pub fn return_form(&self, ram: &dyn PhysMem) -> Result<ReturnForm, ReturnFormError> {
+        let mut thunks: Vec<Gva> = self
+            .symbols
+            .iter()
+            .filter(|symbol| self.arch.is_return_thunk(symbol.name))
+            .map(|symbol| symbol.address)
+            .collect();
+        let variable = self.arch.return_thunk_variable();
+        thunks.extend(variable.and_then(|symbol| self.variable_u64(ram, symbol).ok()).map(Gva));
+        thunks.sort_unstable();
+        thunks.dedup();
+
+        // Of the middle of the text: at its beginning is the entry code, and in newer kernels the
+        // unlikely parts of functions, which do not return.
+        let range = self.text();
+        let whole = range.end.offset_from(range.start).unwrap_or(0);
+        let len = whole.min(RETURN_SAMPLE);
+        let begin = range.start + (whole - len) / 2;
+        let mut text = vec![0; len as usize];
+        self.read_virt(ram, begin, &mut text)?;
+        let count = self.arch.count_returns(&text, begin, &thunks);
+        let through = count.through.iter().copied().zip(&thunks).max_by_key(|&(times, _)| times);
+        match through {
+            Some((times, &thunk)) if times >= ENOUGH_RETURNS && times > count.plain => {
+                Ok(ReturnForm::Thunk(thunk))
+            }
+            _ if count.plain >= ENOUGH_RETURNS => Ok(ReturnForm::Plain),
+            _ => Err(ReturnFormError::NoEvidence {
+                plain: count.plain,
+                through: through.map_or(0, |(times, _)| times),
+                len: text.len(),
+            }),
+        }
+    }
+
+    /// Where a CPU's own number, 32 bits, is, as a distance from the base of its per-CPU area that
+    /// an instruction can hold. It has been read for every CPU that the kernel may have.
+    ///
+    /// # Errors
+    /// [`CpuNumberError`].
+    pub fn cpu_number(&self, ram: &dyn PhysMem) -> Result<i32, CpuNumberError> {
+        let cpus = self.variable_u32(ram, "nr_cpu_ids")?;
+        if !(1..=MAX_CPUS).contains(&cpus) {
+            return Err(CpuNumberError::Absurd { count: cpus });
+        }
+        let areas = "__per_cpu_offset";
+        let areas_at =
+            self.symbols.address(areas).ok_or(VariableError::NoSymbol { symbol: areas })?;
+
+        let mut error = CpuNumberError::Variable(VariableError::NoSymbol { symbol: "cpu_number" });
+        for variable in self.arch.cpu_number_variables() {
+            let Some(begin) = self.symbols.address(variable.symbol) else { continue };
+            let field = begin + variable.offset;
+            // Up to 6.14 per-CPU symbols count from zero; since, they are addresses of the top
+            // 2 GiB. Both fit a displacement that is sign-extended.
+            let Ok(displacement) = i32::try_from(field.0.cast_signed()) else { continue };
+            match self.check_cpu_numbers(ram, areas_at, cpus, field) {
+                Ok(()) => return Ok(displacement),
+                Err(reason) => error = reason,
+            }
+        }
+        Err(error)
+    }
+
+    /// Whether `field` of each CPU's area holds the CPU's number.
+    fn check_cpu_numbers(
+        &self,
+        ram: &dyn PhysMem,
+        areas_at: Gva,
+        cpus: u32,
+        field: Gva,
+    ) -> Result<(), CpuNumberError> {
+        let order = self.arch.byte_order();
+        for cpu in 0..cpus {
+            let unreadable = |source| CpuNumberError::Unreadable { cpu, source };
+            let mut area = [0; 8];
+            self.read_virt(ram, areas_at + 8 * u64::from(cpu), &mut area).map_err(unreadable)?;
+            let mut number = [0; 4];
+            self.read_virt(ram, field + order.u64(area), &mut number).map_err(unreadable)?;
+            let found = order.u32(number);
+            if found != cpu {
+                return Err(CpuNumberError::NotHeld { cpu, found });
+            }
+        }
+        Ok(())
+    }
+
+    /// The CPU that has panicked, if one has.
+    ///
+    /// # Errors
+    /// [`VariableError`].
+    pub fn panicked(&self, ram: &dyn PhysMem) -> Result<Option<u32>, VariableError> {
+        // PANIC_CPU_INVALID is -1.
+        let cpu = self.variable_u32(ram, "panic_cpu")?;
+        Ok((cpu != u32::MAX).then_some(cpu))
+    }
+}

@@ -1,0 +1,208 @@
+//! The kernel's own list of pads: the records of its ftrace.
+//!
+//! After boot this list is the one truth about which bytes are pads. A five-byte no-operation at a
+//! symbol is none: it may be a jump label or an alternative, and whoever changes one of those kills
+//! the guest. The list is reached through `ftrace_pages_start`; where that symbol is left out of
+//! the kernel's table (no CONFIG_KALLSYMS_ALL) the pages that hold records are known by their
+//! contents.
+//!
+//! Layouts (kernel/trace/ftrace.c, include/linux/ftrace.h; the same from 5.10 to 7.3 on all 64-bit
+//! kernels): `struct ftrace_page { next, records, int index, int order }` and
+//! `struct dyn_ftrace { unsigned long ip, flags }`.
+
+use std::collections::BTreeMap;
+
+use super::{Kernel, PAGE, ReadError, VariableError};
+use crate::addr::{Gpa, Gva};
+use crate::arch::PadState;
+use crate::mem::PhysMem;
+
+/// One of the kernel's ftrace records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Record {
+    /// Address of the pad.
+    pub ip: Gva,
+    /// Who uses it.
+    pub flags: Flags,
+}
+
+/// The flags of a record (`FTRACE_FL_*`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Flags(u64);
+
+impl Flags {
+    const ENABLED: u64 = 1 << 31;
+    const DISABLED: u64 = 1 << 25;
+    /// The bits below the lowest flag of any version count the tracers that want the function.
+    const REFERENCES: u64 = (1 << 19) - 1;
+
+    /// Whether the guest traces the function, or is about to.
+    pub fn in_use(self) -> bool {
+        self.0 & (Self::ENABLED | Self::REFERENCES) != 0
+    }
+
+    /// Whether the guest has given the record up: it lies in the dead code of a weak function that
+    /// another one overrides.
+    pub fn disabled(self) -> bool {
+        self.0 & Self::DISABLED != 0
+    }
+}
+
+/// The kernel's ftrace records could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecordsError {
+    /// The head of their list can't be read.
+    #[error(transparent)]
+    Variable(#[from] VariableError),
+    /// A part of their list can't be read.
+    #[error("the kernel's ftrace records at {at} cannot be read: {source}")]
+    Unreadable {
+        /// Where the part is.
+        at: Gva,
+        /// Why not.
+        source: ReadError,
+    },
+    /// Their list is not one that a kernel would make. A guest that is just loading a module may
+    /// show this once.
+    #[error("the kernel's list of ftrace records is not sound: {what} at {at}")]
+    Unsound {
+        /// What is wrong.
+        what: &'static str,
+        /// Where.
+        at: Gva,
+    },
+    /// There are no records: the kernel has not made them yet, or is built without
+    /// CONFIG_DYNAMIC_FTRACE.
+    #[error("the kernel has no ftrace records: it has just begun to boot, or has no ftrace")]
+    None,
+}
+
+/// Size of a record.
+const RECORD: usize = 16;
+/// Size of what describes a group of records.
+const GROUP: usize = 24;
+/// The most groups followed; a module has one or two.
+const MAX_GROUPS: usize = 1 << 16;
+/// The most records believed; distribution kernels have up to 60,000.
+const MAX_RECORDS: usize = 1 << 20;
+/// The largest order of pages that the kernel's allocator gives (MAX_PAGE_ORDER).
+const MAX_ORDER: u32 = 10;
+
+impl Kernel {
+    /// Reads the kernel's ftrace records in its own order: those of the image, then those of
+    /// modules.
+    pub(super) fn records(&self, ram: &dyn PhysMem) -> Result<Vec<Record>, RecordsError> {
+        let records = match self.variable_u64(ram, "ftrace_pages_start") {
+            Ok(first) => self.listed_records(ram, Gva(first))?,
+            Err(VariableError::NoSymbol { .. }) => self.scanned_records(ram),
+            Err(error) => return Err(error.into()),
+        };
+        if records.is_empty() { Err(RecordsError::None) } else { Ok(records) }
+    }
+
+    /// Follows the list of groups that begins at `first`.
+    fn listed_records(&self, ram: &dyn PhysMem, first: Gva) -> Result<Vec<Record>, RecordsError> {
+        let order = self.arch.byte_order();
+        let mut records = Vec::new();
+        let mut group_at = first;
+        for _ in 0..MAX_GROUPS {
+            if group_at == Gva(0) {
+                return Ok(records);
+            }
+            let unreadable = |at| move |source| RecordsError::Unreadable { at, source };
+            let unsound = |what| RecordsError::Unsound { what, at: group_at };
+            let mut group = [0; GROUP];
+            self.read_virt(ram, group_at, &mut group).map_err(unreadable(group_at))?;
+            let [next, begin] = [0, 8].map(|at| order.u64(array(&group, at)));
+            let [count, page_order] = [16, 20].map(|at| order.u32(array(&group, at)));
+
+            let len = count as usize * RECORD;
+            if page_order > MAX_ORDER || len > (PAGE as usize) << page_order {
+                return Err(unsound("a group with more records than its pages hold"));
+            }
+            if records.len() + count as usize > MAX_RECORDS {
+                return Err(unsound("too many records"));
+            }
+            let mut bytes = vec![0; len];
+            self.read_virt(ram, Gva(begin), &mut bytes).map_err(unreadable(Gva(begin)))?;
+            records.extend(bytes.chunks_exact(RECORD).map(|record| Record {
+                ip: Gva(order.u64(array(record, 0))),
+                flags: Flags(order.u64(array(record, 8))),
+            }));
+            group_at = Gva(next);
+        }
+        Err(RecordsError::Unsound { what: "more groups than a kernel has", at: group_at })
+    }
+
+    /// Finds pages of records in RAM by what they hold.
+    ///
+    /// A page that was one once may still look like one, so a record may turn up twice; it is in
+    /// use if it is by any of them.
+    fn scanned_records(&self, ram: &dyn PhysMem) -> Vec<Record> {
+        let mut found = BTreeMap::new();
+        let mut page = [0; PAGE as usize];
+        for extent in ram.extents() {
+            let mut at = Gpa(extent.start.0.next_multiple_of(PAGE));
+            while at < extent.end && found.len() < MAX_RECORDS {
+                if ram.read(at, &mut page).is_ok() {
+                    for record in self.records_in(ram, &page) {
+                        let flags: &mut Flags = found.entry(record.ip).or_default();
+                        flags.0 |= record.flags.0;
+                    }
+                }
+                at = at + PAGE;
+            }
+        }
+        found.into_iter().map(|(ip, flags)| Record { ip, flags }).collect()
+    }
+
+    /// The records that a page holds, or none if it is no page of records.
+    fn records_in(&self, ram: &dyn PhysMem, page: &[u8]) -> Vec<Record> {
+        let order = self.arch.byte_order();
+        let image = &self.image.range;
+        let mut last = Gva(0);
+        let mut records: Vec<Record> = Vec::new();
+        for pair in page.chunks_exact(RECORD) {
+            let ip = Gva(order.u64(array(pair, 0)));
+            let flags = order.u64(array(pair, 8));
+            if ip <= last || !image.contains(&ip) || flags > u64::from(u32::MAX) {
+                break;
+            }
+            last = ip;
+            records.push(Record { ip, flags: Flags(flags) });
+        }
+        // Behind the last record there is nothing, or what is left of it where records of init
+        // text were taken out in front of it.
+        let rest = &page[records.len() * RECORD..];
+        let at_end = |pair: &[u8]| {
+            let ip = order.u64(array(pair, 0));
+            ip == 0 || ip == last.0
+        };
+        let sound = records.iter().filter(|record| self.is_pad(ram, record)).count();
+        if !rest.chunks_exact(RECORD).all(at_end) || sound * 10 < records.len() * 9 {
+            records.clear();
+        }
+        records
+    }
+
+    /// Whether there is a pad, in any state that is known, at the beginning of a function where
+    /// `record` says.
+    fn is_pad(&self, ram: &dyn PhysMem, record: &Record) -> bool {
+        let mut prefixes = self.arch.pad_prefixes().iter();
+        let offset = self.symbols.lookup(record.ip).map(|place| place.offset);
+        let at_entry = prefixes.any(|prefix| offset == Some(prefix.bytes.len() as u64));
+        let mut bytes = vec![0; self.arch.pad_len()];
+        let hook = self.symbols.address(self.arch.compiler_hook_symbol());
+        (at_entry || record.flags.disabled())
+            && self.read_virt(ram, record.ip, &mut bytes).is_ok()
+            && self.arch.pad_state(record.ip, &bytes, hook) != PadState::Unknown
+    }
+}
+
+/// The `N` bytes at `at`, which the caller knows to be there.
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(&bytes[at..at + N]);
+    array
+}

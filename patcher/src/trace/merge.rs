@@ -1,0 +1,141 @@
+//! Brings the records of all CPUs into one order of time.
+//!
+//! A record's slot is reserved before its time is read. So whatever was reserved after a look at the
+//! heads has a later time than every record that had been *read* before that look. One pass of a
+//! reader, over all rings, is: look at every head, then read. With `seen[k]` the latest time that
+//! pass `k` or one before it read, all records up to `seen[k - 1]` have been read when pass `k` is
+//! complete, but for those that were reserved and not yet written. Such a one, first met in pass
+//! `p`, was reserved after the look of pass `p - 1` and is later than `seen[p - 2]`: nothing later
+//! than that is given out before it has been read, or its patience is at an end.
+
+use super::ring::RawRecord;
+
+/// Merges by time.
+#[derive(Debug, Default)]
+pub struct Merger {
+    held: Vec<RawRecord>,
+    /// `seen` of this pass and the two before it, latest first.
+    seen: [u64; 3],
+    /// Nothing later than this is given out while a slot is pending, and how many passes it has
+    /// been pending for.
+    hold: Option<(u64, u32)>,
+    last_out: u64,
+    late: u64,
+}
+
+/// For how many passes later records wait for one that was reserved and is not written. Its writer
+/// was preempted within a few instructions; a guest that keeps a task off the CPU for longer than
+/// this gets its record out of order, and it is counted.
+const PATIENCE: u32 = 200;
+
+/// Records held back at most, whatever they wait for: 128 MiB.
+const MAX_HELD: usize = 4 << 20;
+
+impl Merger {
+    /// Room for the records of the pass that begins.
+    pub fn incoming(&mut self) -> &mut Vec<RawRecord> {
+        &mut self.held
+    }
+
+    /// Ends a pass: all rings were read up to the heads that it began with, and `pending` slots are
+    /// reserved and not written. Gives out what no later record can precede, in order of time.
+    pub fn pass(&mut self, pending: usize, mut out: impl FnMut(&RawRecord)) {
+        let latest = self.held.iter().map(|record| record.time).max().unwrap_or(0);
+        self.seen = [latest.max(self.seen[0]), self.seen[0], self.seen[1]];
+        self.hold = match (pending, self.hold) {
+            (0, _) => None,
+            (_, None) => Some((self.seen[2], 1)),
+            (_, Some((until, passes))) => Some((until, passes + 1)),
+        };
+        let until = match self.hold {
+            Some((until, passes)) if passes <= PATIENCE && self.held.len() <= MAX_HELD => until,
+            _ => self.seen[1],
+        };
+        self.give_out(until, &mut out);
+    }
+
+    /// Gives out everything that is held: no record follows.
+    pub fn finish(&mut self, mut out: impl FnMut(&RawRecord)) {
+        self.give_out(u64::MAX, &mut out);
+    }
+
+    /// Records that were given out behind later ones.
+    #[must_use]
+    pub fn late(&self) -> u64 {
+        self.late
+    }
+
+    fn give_out(&mut self, until: u64, out: &mut impl FnMut(&RawRecord)) {
+        // Stable, so that records of one time stay in the order of their ring; nearly sorted runs,
+        // which the sort takes in one go each.
+        self.held.sort_by_key(|record| record.time);
+        let count = self.held.partition_point(|record| record.time <= until);
+        for record in self.held.drain(..count) {
+            if record.time < self.last_out {
+                self.late += 1;
+            }
+            self.last_out = self.last_out.max(record.time);
+            out(&record);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(time: u64, cpu: u16) -> RawRecord {
+        RawRecord { time, cpu, ip: 0, parent: 0 }
+    }
+
+    fn pass(merger: &mut Merger, records: &[(u64, u16)], pending: usize) -> Vec<u64> {
+        merger.incoming().extend(records.iter().map(|(time, cpu)| record(*time, *cpu)));
+        let mut out = Vec::new();
+        merger.pass(pending, |record| out.push(record.time));
+        out
+    }
+
+    fn rest(merger: &mut Merger) -> Vec<u64> {
+        let mut out = Vec::new();
+        merger.finish(|record| out.push(record.time));
+        out
+    }
+
+    #[test]
+    fn what_another_cpu_might_still_precede_is_held_back() {
+        let mut merger = Merger::default();
+        assert_eq!(pass(&mut merger, &[(10, 0), (20, 0)], 0), [] as [u64; 0]);
+        assert_eq!(pass(&mut merger, &[(15, 1), (30, 0)], 0), [10, 15, 20]);
+        assert_eq!(pass(&mut merger, &[], 0), [30]);
+        assert_eq!(merger.late(), 0);
+    }
+
+    #[test]
+    fn records_wait_for_one_that_is_not_written_yet() {
+        let mut merger = Merger::default();
+        pass(&mut merger, &[(10, 0)], 0);
+        assert_eq!(pass(&mut merger, &[(20, 0)], 0), [10]);
+        assert_eq!(pass(&mut merger, &[(30, 0)], 1), [] as [u64; 0]);
+        assert_eq!(pass(&mut merger, &[(40, 0)], 1), [] as [u64; 0]);
+        assert_eq!(pass(&mut merger, &[(12, 1), (50, 0)], 0), [12, 20, 30, 40]);
+        assert_eq!(rest(&mut merger), [50]);
+        assert_eq!(merger.late(), 0);
+    }
+
+    #[test]
+    fn a_writer_that_never_comes_does_not_hold_the_trace_for_ever() {
+        let mut merger = Merger::default();
+        pass(&mut merger, &[(10, 0)], 1);
+        let out: Vec<u64> = (0..=PATIENCE).flat_map(|_| pass(&mut merger, &[], 1)).collect();
+        assert_eq!(out, [10]);
+        assert_eq!(pass(&mut merger, &[(5, 1)], 0), [5]);
+        assert_eq!(merger.late(), 1);
+    }
+
+    #[test]
+    fn everything_is_given_out_at_the_end() {
+        let mut merger = Merger::default();
+        pass(&mut merger, &[(30, 0), (10, 1), (20, 0)], 3);
+        assert_eq!(rest(&mut merger), [10, 20, 30]);
+    }
+}

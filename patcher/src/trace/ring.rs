@@ -1,0 +1,490 @@
+//! Reads the rings while the guest writes them.
+//!
+//! The guest overwrites: its code never waits and never looks at what was read. Each record's index
+//! counts every call there ever was, so what a slow reader misses is known exactly. The rules:
+//!
+//! * A record is there when its slot holds the sequence number `index + 1`.
+//! * A slot that is reserved and not yet written (its writer was interrupted, or preempted) is
+//!   remembered and visited again; the records behind it are taken meanwhile.
+//! * A record is believed only if, after it was copied, nobody had yet reserved its slot anew.
+//! * A writer that was passed by a whole ring while it stood still may write into a slot that is no
+//!   longer its own. Where the reader saw it stand, nothing is believed of that slot from then on.
+//!
+//! Everything here may be written by the guest at any time: indices are never trusted further than
+//! to a slot of the ring.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use vm_memory::{VolatileMemory, VolatileSlice};
+
+use crate::region::RingLayout;
+
+/// One record as the trampoline wrote it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RawRecord {
+    /// Ticks of the guest's time-stamp clock.
+    pub time: u64,
+    /// The CPU in whose ring it was.
+    pub cpu: u16,
+    /// Low half of the address behind the site's instruction.
+    pub ip: u32,
+    /// Low half of the caller's return address.
+    pub parent: u32,
+}
+
+/// The guest wrote into its rings what no trampoline writes.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RingCorrupt {
+    /// The head went backwards, or further than any guest could have filled it.
+    #[error("the ring of CPU {cpu} is corrupt: its head went from {from} to {to}")]
+    Head {
+        /// Whose ring.
+        cpu: usize,
+        /// The head when it was last read.
+        from: u64,
+        /// The head now.
+        to: u64,
+    },
+    /// A slot carries a sequence number that was never given to it.
+    #[error("the ring of CPU {cpu} is corrupt: record {index} carries sequence number {found}")]
+    Sequence {
+        /// Whose ring.
+        cpu: usize,
+        /// Index of the record that should have been there.
+        index: u64,
+        /// What is there.
+        found: u64,
+    },
+    /// A record names a function that is not traced.
+    #[error("the ring of CPU {cpu} is corrupt: a record names {ip:#x}, where nothing is traced")]
+    Function {
+        /// Whose ring.
+        cpu: usize,
+        /// Low half of the address that it names.
+        ip: u32,
+    },
+}
+
+/// More records than this between two looks at a ring were not written by a trampoline: at one a
+/// nanosecond it is more than an hour's.
+const MAX_ADVANCE: u64 = 1 << 42;
+
+/// Slots copied between two looks at the head.
+const BATCH: usize = 256;
+
+/// Reads one CPU's ring.
+#[derive(Debug)]
+pub struct RingReader {
+    cpu: usize,
+    layout: RingLayout,
+    /// Index of the next record that was not looked at yet.
+    next: u64,
+    /// Head when it was last read.
+    head: u64,
+    /// Reserved slots that were not yet written when they were passed.
+    pending: BTreeSet<u64>,
+    /// Slots (indices modulo capacity) whose writer was passed by a whole ring.
+    tainted: BTreeSet<u64>,
+    lost: u64,
+    corrupt: Option<RingCorrupt>,
+}
+
+/// One ring's memory, bounds checked once.
+struct RingMemory<'a> {
+    header: &'a AtomicU64,
+    window: &'a VolatileSlice<'a>,
+}
+
+impl RingReader {
+    /// A reader that begins with the next record to be written.
+    ///
+    /// # Errors
+    /// [`RingCorrupt::Head`] if the window does not hold such a ring.
+    pub fn new(
+        window: &VolatileSlice<'_>,
+        layout: RingLayout,
+        cpu: usize,
+    ) -> Result<Self, RingCorrupt> {
+        let mut reader = Self {
+            cpu,
+            layout,
+            next: 0,
+            head: 0,
+            pending: BTreeSet::new(),
+            tainted: BTreeSet::new(),
+            lost: 0,
+            corrupt: None,
+        };
+        let head = reader.memory(window)?.header.load(Ordering::Acquire);
+        reader.next = head;
+        reader.head = head;
+        Ok(reader)
+    }
+
+    /// Records that were written and could not be read in time.
+    #[must_use]
+    pub fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    /// Records that were reserved, and not written when last looked at.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Why nothing more is read from this ring, if so.
+    #[must_use]
+    pub fn corrupt(&self) -> Option<&RingCorrupt> {
+        self.corrupt.as_ref()
+    }
+
+    /// Looks at the head: what was reserved until now is what [`RingReader::read`] will look for.
+    pub fn look(&mut self, window: &VolatileSlice<'_>) {
+        if self.corrupt.is_some() {
+            return;
+        }
+        let head = match self.memory(window) {
+            Ok(memory) => memory.header.load(Ordering::Acquire),
+            Err(corrupt) => return self.give_up(corrupt),
+        };
+        if head < self.head || head - self.head > MAX_ADVANCE {
+            let (from, cpu) = (self.head, self.cpu);
+            return self.give_up(RingCorrupt::Head { cpu, from, to: head });
+        }
+        self.head = head;
+    }
+
+    /// Appends to `records` what was written, at most `limit` records, and tells whether the ring
+    /// has been read up to the head of the last [`RingReader::look`].
+    pub fn read(
+        &mut self,
+        window: &VolatileSlice<'_>,
+        records: &mut Vec<RawRecord>,
+        limit: usize,
+    ) -> bool {
+        match self.try_read(window, records, limit) {
+            Ok(complete) => complete,
+            Err(corrupt) => {
+                self.give_up(corrupt);
+                true
+            }
+        }
+    }
+
+    /// Takes note that the ring can't be believed any more.
+    pub fn give_up(&mut self, corrupt: RingCorrupt) {
+        self.corrupt.get_or_insert(corrupt);
+    }
+
+    fn try_read(
+        &mut self,
+        window: &VolatileSlice<'_>,
+        records: &mut Vec<RawRecord>,
+        limit: usize,
+    ) -> Result<bool, RingCorrupt> {
+        if self.corrupt.is_some() {
+            return Ok(true);
+        }
+        let memory = self.memory(window)?;
+        let before = records.len();
+
+        let pending: Vec<u64> = std::mem::take(&mut self.pending).into_iter().collect();
+        for batch in pending.chunks(BATCH) {
+            self.read_batch(&memory, batch.iter().copied(), true, records)?;
+        }
+        let capacity = self.layout.capacity();
+        while self.next < self.head && records.len() - before < limit {
+            // What is a whole ring behind is gone; it need not be looked for one by one.
+            let oldest = self.head.saturating_sub(capacity);
+            if self.next < oldest {
+                self.lost += oldest - self.next;
+                self.next = oldest;
+            }
+            let end = self.head.min(self.next + BATCH as u64);
+            self.read_batch(&memory, self.next..end, false, records)?;
+            self.next = end;
+        }
+        Ok(self.next >= self.head)
+    }
+
+    /// Copies at most [`BATCH`] slots, then asks once, for all of them, how far the guest has come
+    /// meanwhile: each look at the head takes its cache line away from the guest's CPU.
+    fn read_batch(
+        &mut self,
+        memory: &RingMemory<'_>,
+        indices: impl Iterator<Item = u64>,
+        was_pending: bool,
+        records: &mut Vec<RawRecord>,
+    ) -> Result<(), RingCorrupt> {
+        let copies: Vec<(u64, u64, RawRecord)> = indices
+            .map(|index| {
+                let (sequence, record) = self.copy(memory, index);
+                (index, sequence, record)
+            })
+            .collect();
+        // The copies have to be complete before it is asked whether their slots were reserved anew.
+        fence(Ordering::Acquire);
+        let head = memory.header.load(Ordering::Relaxed);
+        if head < self.head || head - self.head > MAX_ADVANCE {
+            return Err(RingCorrupt::Head { cpu: self.cpu, from: self.head, to: head });
+        }
+        let capacity = self.layout.capacity();
+        for (index, sequence, record) in copies {
+            let wanted = index + 1;
+            if head - index > capacity {
+                self.pass(index, was_pending || sequence < wanted);
+            } else if sequence == wanted {
+                if self.tainted.contains(&(index & (capacity - 1))) {
+                    self.lost += 1;
+                } else {
+                    records.push(record);
+                }
+            } else if sequence < wanted && (sequence == 0 || (wanted - sequence) % capacity == 0) {
+                // An earlier lap's record, or none, is what a slot holds until it is written.
+                self.pending.insert(index);
+            } else {
+                return Err(RingCorrupt::Sequence { cpu: self.cpu, index, found: sequence });
+            }
+        }
+        Ok(())
+    }
+
+    /// A record is lost. If its writer had not come by the time its slot was passed by a whole ring,
+    /// it may still come, and what it leaves in the slot can't be told from its successors'.
+    fn pass(&mut self, index: u64, unwritten: bool) {
+        self.lost += 1;
+        if unwritten {
+            self.tainted.insert(index & (self.layout.capacity() - 1));
+        }
+    }
+
+    fn copy(&self, memory: &RingMemory<'_>, index: u64) -> (u64, RawRecord) {
+        let offset = self.layout.slot_offset(self.cpu, index);
+        let sequence = memory.u64(offset + 24, Ordering::Acquire);
+        let record = RawRecord {
+            time: memory.u64(offset, Ordering::Relaxed),
+            cpu: self.cpu as u16,
+            ip: memory.u32(offset + 8),
+            parent: memory.u32(offset + 12),
+        };
+        (sequence, record)
+    }
+
+    fn memory<'a>(&self, window: &'a VolatileSlice<'a>) -> Result<RingMemory<'a>, RingCorrupt> {
+        let missing = RingCorrupt::Head { cpu: self.cpu, from: self.head, to: 0 };
+        let last = self.layout.slot_offset(self.cpu, self.layout.capacity() - 1);
+        if last + 32 > window.len() {
+            return Err(missing);
+        }
+        let header = window
+            .get_atomic_ref::<AtomicU64>(self.layout.header_offset(self.cpu))
+            .map_err(|_| missing)?;
+        Ok(RingMemory { header, window })
+    }
+}
+
+impl RingMemory<'_> {
+    // Offsets are computed from the layout, whose end was compared with the window's; a failure
+    // would read as an empty slot.
+    fn u64(&self, offset: usize, ordering: Ordering) -> u64 {
+        self.window
+            .get_atomic_ref::<AtomicU64>(offset)
+            .map_or(0, |value| u64::from_le(value.load(ordering)))
+    }
+
+    fn u32(&self, offset: usize) -> u32 {
+        self.window
+            .get_atomic_ref::<AtomicU32>(offset)
+            .map_or(0, |value| u32::from_le(value.load(Ordering::Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vm_memory::Bytes;
+
+    use super::*;
+    use crate::addr::Gva;
+    use crate::region::rings_window_len;
+
+    /// A guest's side of one ring: does what the trampoline does, a step at a time.
+    struct Guest {
+        memory: Vec<u64>,
+        layout: RingLayout,
+    }
+
+    const CPU: usize = 1;
+
+    impl Guest {
+        fn new() -> Self {
+            let len = rings_window_len(2, 4096);
+            let layout = RingLayout::new(Gva(0), HEADERS + 2 * 4096, 2).unwrap();
+            assert_eq!(layout.capacity(), 128);
+            Self { memory: vec![0; len as usize / 8], layout }
+        }
+
+        fn window(&self) -> VolatileSlice<'_> {
+            let (pointer, len) = (self.memory.as_ptr(), self.memory.len() * 8);
+            shared(pointer, len)
+        }
+
+        fn reader(&self) -> RingReader {
+            RingReader::new(&self.window(), self.layout, CPU).unwrap()
+        }
+
+        fn reserve(&self) -> u64 {
+            let window = self.window();
+            let header = self.layout.header_offset(CPU);
+            window.get_atomic_ref::<AtomicU64>(header).unwrap().fetch_add(1, Ordering::AcqRel)
+        }
+
+        fn fill(&self, index: u64) {
+            let window = self.window();
+            let slot = self.layout.slot_offset(CPU, index);
+            window.write_obj(1000 + index, slot).unwrap();
+            window.write_obj(0x8100_0005_u32, slot + 8).unwrap();
+            window.write_obj(0x8100_1234_u32, slot + 12).unwrap();
+            let sequence = window.get_atomic_ref::<AtomicU64>(slot + 24).unwrap();
+            sequence.store(index + 1, Ordering::Release);
+        }
+
+        fn call(&self) -> u64 {
+            let index = self.reserve();
+            self.fill(index);
+            index
+        }
+
+        fn drain(&self, reader: &mut RingReader) -> Vec<u64> {
+            let mut records = Vec::new();
+            reader.look(&self.window());
+            while !reader.read(&self.window(), &mut records, 50) {}
+            records.iter().map(|record| record.time - 1000).collect()
+        }
+    }
+
+    const HEADERS: u64 = crate::region::HEADERS_BYTES;
+
+    #[allow(unsafe_code)]
+    fn shared<'a>(pointer: *const u64, len: usize) -> VolatileSlice<'a> {
+        // SAFETY: the memory lives as long as the `Guest` that every caller keeps, and is only
+        // accessed through such slices, one thread at a time.
+        unsafe { VolatileSlice::new(pointer.cast_mut().cast(), len) }
+    }
+
+    #[test]
+    fn every_call_is_read_once_and_in_order() {
+        let guest = Guest::new();
+        guest.call();
+        let mut reader = guest.reader();
+        assert_eq!(guest.drain(&mut reader), [] as [u64; 0]);
+        for lap in 0..5 {
+            let calls: Vec<u64> = (0..100).map(|_| guest.call()).collect();
+            assert_eq!(guest.drain(&mut reader), calls, "lap {lap}");
+        }
+        assert_eq!((reader.lost(), reader.pending()), (0, 0));
+    }
+
+    #[test]
+    fn a_slow_reader_knows_exactly_what_it_missed() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let calls: Vec<u64> = (0..1000).map(|_| guest.call()).collect();
+        let read = guest.drain(&mut reader);
+        assert_eq!(read, calls[1000 - 128..]);
+        assert_eq!(reader.lost() + read.len() as u64, 1000);
+    }
+
+    #[test]
+    fn a_slot_that_is_reserved_and_not_written_is_visited_again() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let slow = guest.reserve();
+        let quick = guest.call();
+        assert_eq!(guest.drain(&mut reader), [quick]);
+        assert_eq!(reader.pending(), 1);
+        guest.fill(slow);
+        assert_eq!(guest.drain(&mut reader), [slow]);
+        assert_eq!((reader.lost(), reader.pending()), (0, 0));
+    }
+
+    #[test]
+    fn a_writer_passed_by_a_whole_ring_spoils_only_its_own_slot() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let slow = guest.reserve();
+        assert_eq!(guest.drain(&mut reader), [] as [u64; 0]);
+        for _ in 0..127 {
+            guest.call();
+        }
+        assert_eq!(guest.drain(&mut reader).len(), 127);
+        let successor = guest.call();
+        assert_eq!(guest.drain(&mut reader), [] as [u64; 0], "it can't be told from {slow}'s");
+        assert_eq!(successor - slow, 128);
+        guest.fill(slow);
+        assert_eq!(guest.drain(&mut reader), [] as [u64; 0]);
+        let after: Vec<u64> = (0..127).map(|_| guest.call()).collect();
+        assert_eq!(guest.drain(&mut reader), after);
+        assert_eq!(reader.lost(), 2);
+        assert_eq!(reader.corrupt(), None);
+    }
+
+    #[test]
+    fn a_head_that_goes_backwards_or_leaps_is_corrupt() {
+        for head in [3_u64, u64::MAX, 1 << 50] {
+            let guest = Guest::new();
+            (0..10).for_each(|_| {
+                guest.call();
+            });
+            let mut reader = guest.reader();
+            guest.window().write_obj(head, guest.layout.header_offset(CPU)).unwrap();
+            assert_eq!(guest.drain(&mut reader), [] as [u64; 0]);
+            assert_eq!(reader.corrupt(), Some(&RingCorrupt::Head { cpu: CPU, from: 10, to: head }));
+        }
+    }
+
+    #[test]
+    fn a_sequence_number_of_another_slot_is_corrupt() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        guest.call();
+        let slot = guest.layout.slot_offset(CPU, 0);
+        guest.window().write_obj(77_u64, slot + 24).unwrap();
+        assert_eq!(guest.drain(&mut reader), [] as [u64; 0]);
+        assert_eq!(
+            reader.corrupt(),
+            Some(&RingCorrupt::Sequence { cpu: CPU, index: 0, found: 77 })
+        );
+    }
+
+    #[test]
+    fn a_window_smaller_than_its_layout_is_an_error() {
+        let guest = Guest::new();
+        let window = guest.window().subslice(0, HEADERS as usize).unwrap();
+        assert!(RingReader::new(&window, guest.layout, CPU).is_err());
+    }
+
+    proptest! {
+           #[test]
+           fn whatever_a_guest_writes_the_reader_ends_and_reads_no_more_than_a_ring(
+               head in any::<u64>(),
+               writes in proptest::collection::vec((0..4096_usize / 8, any::<u64>()), 0..200),
+               calls in 0..300_usize,
+           ) {
+               let guest = Guest::new();
+               let mut reader = guest.reader();
+               (0..calls).for_each(|_| {
+    guest.call();
+    });
+               guest.window().write_obj(head, guest.layout.header_offset(CPU)).unwrap();
+               for (word, value) in writes {
+                   let at = guest.layout.slot_offset(CPU, 0) + word * 8;
+                   guest.window().write_obj(value, at).unwrap();
+               }
+               prop_assert!(guest.drain(&mut reader).len() <= 128);
+           }
+       }
+}

@@ -1,0 +1,198 @@
+//! `vmm` in the nested lab: an emulated machine with KVM, in which stock guests run.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use guest_images::{Initramfs, Lab, Outcome, RunningLab, Series, kernel};
+
+/// How long one command in the lab may take: a guest's boot, twice emulated, on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A lab with `vmm`, the programs of this package and stock guests in it.
+pub struct VmmLab {
+    lab: RunningLab,
+}
+
+/// Where a guest's kernel is in the lab.
+#[must_use]
+pub fn guest_kernel(series: Series) -> String {
+    format!("/l2/{}", series.to_string().replace('.', "_"))
+}
+
+/// Where the guests' initramfs is in the lab.
+pub const INITRD: &str = "/l2/initrd";
+
+impl VmmLab {
+    /// Boots a lab that holds these guests. `cpu` is QEMU's name of its processor, if not the usual;
+    /// `programs` are binaries of this package.
+    ///
+    /// # Panics
+    /// Anything is missing or fails: this is for tests.
+    #[must_use]
+    pub fn boot(guests: &[Series], cpu: Option<&str>, programs: &[&str]) -> Self {
+        let own = kernel(Series::V6_1).expect("the lab's own kernel");
+        let mut lab = Lab::new(&own).expect("the lab");
+        if let Some(cpu) = cpu {
+            lab = lab.cpu(cpu);
+        }
+        for series in guests {
+            let guest = kernel(*series).expect("a stock kernel");
+            lab = lab.host_file(&guest.vmlinuz, &guest_kernel(*series)).expect("the kernel");
+        }
+        let initrd = Initramfs::new().expect("the guests' initramfs").build();
+        lab = lab.file(INITRD, 0o644, &initrd).expect("the guests' initramfs");
+        lab = lab.program(&vmm(), "/bin/vmm").expect("vmm");
+        for program in programs {
+            lab = lab.program(Path::new(program), &in_lab(program)).expect("a test's program");
+        }
+        Self { lab: lab.boot().expect("the lab boots") }
+    }
+
+    /// The lab itself.
+    pub fn lab(&mut self) -> &mut RunningLab {
+        &mut self.lab
+    }
+
+    /// Runs a shell command in the lab.
+    ///
+    /// # Panics
+    /// It does not end, or the lab does.
+    pub fn run(&mut self, command: &str) -> Outcome {
+        let outcome = self.lab.run(command, PATIENCE);
+        outcome.unwrap_or_else(|error| panic!("{command}: {error}"))
+    }
+
+    /// Runs a shell command that must succeed.
+    ///
+    /// # Panics
+    /// It does not.
+    pub fn succeed(&mut self, command: &str) -> Outcome {
+        let outcome = self.run(command);
+        assert_eq!(outcome.status, 0, "{command}\n{outcome}");
+        outcome
+    }
+
+    /// The text of a file in the lab.
+    ///
+    /// # Panics
+    /// There is none.
+    pub fn read(&mut self, path: &str) -> String {
+        let bytes = self.lab.fetch(path, PATIENCE);
+        let bytes = bytes.unwrap_or_else(|error| panic!("{error}"));
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+fn in_lab(program: &str) -> String {
+    let name = Path::new(program).file_name().expect("a program's name");
+    format!("/bin/{}", name.to_string_lossy())
+}
+
+/// `vmm run` of a guest with two CPUs.
+#[must_use]
+pub fn vmm_run(series: Series, options: &str, cmdline: &str) -> String {
+    format!(
+        "vmm run --kernel {} --initrd {INITRD} --cpus 2 {options} --cmdline 'quiet {cmdline}'",
+        guest_kernel(series)
+    )
+}
+
+/// The `vmm` program, built if need be: cargo builds a package's programs for its own tests only.
+fn vmm() -> PathBuf {
+    let status = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--package", "vmm", "--bin", "vmm"])
+        .status()
+        .expect("cargo");
+    assert!(status.success(), "vmm can't be built");
+    // target/PROFILE/deps/THIS-TEST
+    let test = std::env::current_exe().expect("this program's path");
+    let directory = test.parent().and_then(Path::parent).expect("a target directory");
+    directory.join("vmm")
+}
+
+/// One event of a trace in the form of tracefs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line<'a> {
+    /// The CPU.
+    pub cpu: usize,
+    /// Microseconds.
+    pub time: u64,
+    /// The function.
+    pub function: &'a str,
+    /// Its caller.
+    pub caller: &'a str,
+}
+
+/// A trace in the form of tracefs, checked line by line.
+#[derive(Debug)]
+pub struct Trace<'a> {
+    /// Events that its header promises: in the trace, and all that there were.
+    pub promised: (u64, u64),
+    /// The events that are there.
+    pub lines: Vec<Line<'a>>,
+}
+
+impl<'a> Trace<'a> {
+    /// Reads a trace.
+    ///
+    /// # Panics
+    /// It is not what tracefs would print.
+    #[must_use]
+    pub fn parse(text: &'a str) -> Self {
+        let header: Vec<&str> = text.lines().take(6).map(str::trim_end).collect();
+        let counts = header
+            .get(2)
+            .and_then(|line| line.strip_prefix("# entries-in-buffer/entries-written: "))
+            .and_then(|line| line.strip_suffix("   #P:2"))
+            .unwrap_or_else(|| panic!("no counts in {header:#?}"));
+        let (written, entries) = counts.split_once('/').expect("two counts");
+        assert_eq!(header[0], "# tracer: function");
+        assert_eq!(header[4], "#           TASK-PID     CPU#     TIMESTAMP  FUNCTION");
+        assert_eq!(header[5], "#              | |         |         |         |");
+        Self {
+            promised: (written.parse().unwrap(), entries.parse().unwrap()),
+            lines: text.lines().skip(6).map(Line::parse).collect(),
+        }
+    }
+
+    /// How many events there are of a function.
+    #[must_use]
+    pub fn count(&self, function: &str) -> usize {
+        self.lines.iter().filter(|line| line.function == function).count()
+    }
+
+    /// Checks what holds for every trace: the header tells how many events there are, and time never
+    /// goes backwards on a CPU.
+    ///
+    /// # Panics
+    /// It does not hold.
+    pub fn check(&self) {
+        assert_eq!(self.promised.0, self.lines.len() as u64);
+        let mut last = [0; 2];
+        for line in &self.lines {
+            assert!(line.time >= last[line.cpu], "time goes backwards at {line:?}");
+            last[line.cpu] = line.time;
+        }
+    }
+}
+
+impl<'a> Line<'a> {
+    fn parse(text: &'a str) -> Self {
+        let parse = || {
+            let rest = text.strip_prefix("           <...>-0       [")?;
+            let (cpu, rest) = rest.split_once("] ")?;
+            let (time, rest) = rest.split_once(": ")?;
+            let (seconds, microseconds) = time.trim_start().split_once('.')?;
+            let (function, caller) = rest.split_once(" <-")?;
+            let seconds: u64 = seconds.parse().ok()?;
+            Some(Self {
+                cpu: cpu.parse().ok()?,
+                time: seconds * 1_000_000 + microseconds.parse::<u64>().ok()?,
+                function,
+                caller,
+            })
+        };
+        parse().unwrap_or_else(|| panic!("not a line of a trace: {text:?}"))
+    }
+}

@@ -1,0 +1,187 @@
+//! `vmm run`: boots a guest, traces it, and ends both in good order.
+//!
+//! The main thread waits for the first reason to end: a signal, the guest's own end, a key, a
+//! failure. Beside it one thread waits for the guest, one watches the guest's kernel and traces it,
+//! and one carries what is typed. Whatever the reason, the end goes the same way: the watcher puts
+//! the kernel's text back and drains the rings, the guest is killed, the terminal is restored, and
+//! only then is anything summed up.
+
+use std::panic;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+
+use anyhow::{Context, Result, anyhow, bail};
+use vmm::devices::Console as SerialConsole;
+use vmm::kvm::{GuestExit, Hardware, LinuxBoot, Vm, VmError};
+
+use super::status::Status;
+use super::{is_broken_pipe, say};
+use crate::signals::{self, EndSignal};
+
+mod console;
+mod options;
+mod output;
+mod progress;
+mod report;
+mod watch;
+
+use console::Typing;
+use options::{Accel, Console};
+pub use options::{Conflict, Options};
+use output::Records;
+use watch::{Plan, Watched};
+
+/// Why a run ends.
+#[derive(Debug)]
+pub enum Reason {
+    /// A signal asked for it.
+    Signal(EndSignal),
+    /// The user left by the console's escape.
+    Quit,
+    /// The guest has ended.
+    Guest(GuestExit),
+    /// Nobody reads standard output any more.
+    ReaderGone,
+    /// The watcher has stopped watching, which it says more about itself.
+    Watcher,
+    /// What the guest prints can't be written.
+    Console(anyhow::Error),
+}
+
+/// Sends [`Reason::Watcher`] when the watcher ends, by a panic too: nobody waits for ever then.
+struct Farewell(Sender<Reason>);
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        // The main thread may be past the point of listening.
+        let _ = self.0.send(Reason::Watcher);
+    }
+}
+
+/// Runs a guest until it, or its user, has had enough.
+///
+/// # Errors
+/// The guest can't be started, or something failed while it ran.
+pub fn run(options: &Options) -> Result<Status> {
+    let console = options.console()?;
+    let hardware = hardware(options)?;
+    let inputs: Vec<&Path> =
+        std::iter::once(&options.kernel).chain(&options.initrd).map(PathBuf::as_path).collect();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (sender, reasons) = mpsc::channel();
+    let sink = console::sink(&console, &inputs, &sender)?;
+    let records = options.records();
+    let records =
+        records.map(|output| Records::open(&output, &inputs, Arc::clone(&stop))).transpose()?;
+
+    let boot = LinuxBoot {
+        kernel: options.kernel.clone(),
+        initrd: options.initrd.clone(),
+        cmdline: options.cmdline.clone(),
+    };
+    let serial = SerialConsole::new(sink).context("the guest's console can't be had")?;
+    let vm = Vm::linux(&hardware, &boot, serial).map_err(with_advice)?;
+    let plan = Plan::new(options, records, console == Console::Stdio);
+
+    let on_signal = sender.clone();
+    signals::on_end_signal(move |signal| {
+        // The end may be under way for another reason.
+        let _ = on_signal.send(Reason::Signal(signal));
+    })
+    .context("signals can't be handled")?;
+    let typing = match console {
+        Console::Stdio => Typing::lend(vm.console_input(), sender.clone())?,
+        Console::Off | Console::File(_) => None,
+    };
+
+    vm.start();
+    let (reason, watched) = thread::scope(|scope| {
+        let (vm, stop) = (&vm, &*stop);
+        let guest = sender.clone();
+        scope.spawn(move || {
+            if let Some(exit) = vm.wait(None) {
+                // As above.
+                let _ = guest.send(Reason::Guest(exit));
+            }
+        });
+        let farewell = Farewell(sender.clone());
+        let watcher = scope.spawn(move || {
+            let _farewell = farewell;
+            watch::watch(vm, plan, stop)
+        });
+        let reason = reasons.recv().expect("this thread has a sender itself");
+        stop.store(true, Ordering::SeqCst);
+        let watched = watcher.join();
+        vm.kill();
+        (reason, watched)
+    });
+    drop(typing);
+    conclude(reason, watched.unwrap_or_else(|panic| panic::resume_unwind(panic)))
+}
+
+/// The machine that `options` describe.
+fn hardware(options: &Options) -> Result<Hardware, Conflict> {
+    let cpus = options.cpus.get() as usize;
+    Ok(Hardware {
+        cpus,
+        memory: options.memory.bytes(),
+        rings: options.rings()?,
+        emulating: options.accel == Accel::Kvm,
+        ..Hardware::default()
+    })
+}
+
+/// Where KVM is what is missing, `vmm doctor` has more to say.
+fn with_advice(error: VmError) -> anyhow::Error {
+    match error {
+        VmError::Kvm(_) => anyhow!("{error}; `vmm doctor` says what this host can do"),
+        error => error.into(),
+    }
+}
+
+/// Sums up and says how it ended.
+fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
+    let Watched { panicked, summary, too_early, error } = watched;
+    if let Some((summary, lasted)) = summary {
+        say(report::summary(&summary, lasted).trim_end());
+    }
+    let reader_gone = error.as_ref().is_some_and(is_broken_pipe);
+    if let Some(error) = error.filter(|_| !reader_gone) {
+        return Err(error);
+    }
+    let status = match reason {
+        Reason::Signal(signal) => return Ok(Status::Interrupted(signal)),
+        Reason::Quit => return Ok(Status::Interrupted(EndSignal::Interrupt)),
+        Reason::Console(error) => return Err(error),
+        Reason::ReaderGone => return Ok(Status::Success),
+        _ if reader_gone => return Ok(Status::Success),
+        _ if panicked => {
+            say("the guest's kernel has panicked");
+            Status::GuestPanicked
+        }
+        Reason::Guest(GuestExit::PowerOff) => Status::Success,
+        Reason::Guest(GuestExit::Reboot) => {
+            say("the guest asked for a reboot, which ends it here");
+            Status::GuestRebooted
+        }
+        Reason::Guest(exit) => {
+            say(exit);
+            Status::GuestCrashed
+        }
+        Reason::Watcher => bail!("the guest's kernel is no longer watched"),
+    };
+    match status {
+        Status::Success if too_early => {
+            bail!("the guest powered itself off before its kernel could be traced")
+        }
+        status => {
+            if too_early {
+                say("there is no trace: the guest ended before its kernel could be traced");
+            }
+            Ok(status)
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! What `vmm run --trace` says on standard error: pure functions, from figures to text.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use patcher::kernel::Kernel;
+use patcher::machine::StopTimes;
+use patcher::trace::session::{Armed, Selection, Summary, refusals};
+
+/// How many functions the summary names.
+const TOP: usize = 10;
+
+/// The line that says what is traced, from here on.
+pub fn armed(kernel: &Kernel, selection: &Selection, armed: &Armed) -> String {
+    let refused: Vec<String> = refusals(&selection.refused)
+        .into_iter()
+        .map(|(why, count)| format!("{} {why}", grouped(count as u64)))
+        .collect();
+    let refused = match refused.as_slice() {
+        [] => "none refused".to_string(),
+        reasons => {
+            format!("{} refused ({})", grouped(selection.refused.len() as u64), reasons.join(", "))
+        }
+    };
+    format!(
+        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; the guest stood for {}",
+        kernel.release(),
+        signed_hex(kernel.kaslr_offset()),
+        counted(kernel.symbols().len() as u64, "symbol"),
+        counted(selection.pads as u64, "pad"),
+        counted(armed.functions as u64, "function"),
+        short(armed.stop.total())
+    )
+}
+
+/// What is shown while a trace goes on.
+pub fn progress(events: u64, lost: u64, lasted: Duration) -> String {
+    let seconds = lasted.as_secs();
+    format!("{}, {} lost, {seconds} s; Ctrl-C ends", counted(events, "event"), grouped(lost))
+}
+
+/// What a trace of that length came to: several lines, each ended.
+pub fn summary(summary: &Summary, lasted: Duration) -> String {
+    let seconds = lasted.as_secs_f64();
+    let rate = if seconds > 0.0 { summary.events as f64 / seconds } else { 0.0 };
+    let mut text = String::new();
+    // Writing to a String does not fail.
+    let _ = writeln!(
+        text,
+        "{} in {seconds:.1} s ({} a second), {} lost",
+        counted(summary.events, "event"),
+        grouped(rate.round() as u64),
+        grouped(summary.dropped())
+    );
+    for (title, each, advice) in [
+        ("lost", &summary.lost, "; a larger --ring-size, or fewer functions, would keep them"),
+        ("torn", &summary.unwritten, " begun and never finished"),
+    ] {
+        let each = each.iter().enumerate().filter(|(_, count)| **count > 0);
+        let each: Vec<String> =
+            each.map(|(cpu, count)| format!("CPU {cpu}: {}", grouped(*count))).collect();
+        if !each.is_empty() {
+            let _ = writeln!(text, "  {title}   {}{advice}", each.join(", "));
+        }
+    }
+    if summary.late > 0 {
+        let _ = writeln!(text, "  late   {} out of order", counted(summary.late, "event"));
+    }
+    for corrupt in &summary.corrupt {
+        let _ = writeln!(text, "  spoilt {corrupt}");
+    }
+    let calls = &summary.functions;
+    let width = calls.first().map_or(0, |(_, count)| grouped(*count).len());
+    for (index, (function, count)) in calls.iter().take(TOP).enumerate() {
+        let title = if index == 0 { "calls" } else { "" };
+        let _ = writeln!(text, "  {title:<5}  {:>width$}  {function}", grouped(*count));
+    }
+    if let Some(others) = calls.get(TOP..).filter(|others| !others.is_empty()) {
+        let rest: u64 = others.iter().map(|(_, count)| count).sum();
+        let others = counted(others.len() as u64, "other function");
+        let _ = writeln!(text, "         {:>width$}  in {others}", grouped(rest));
+    }
+    let mut stops: Vec<Duration> = summary.stops.iter().map(StopTimes::total).collect();
+    stops.sort_unstable();
+    if let Some(longest) = stops.last() {
+        let _ = writeln!(
+            text,
+            "  stops  {}, p50 {}, max {}",
+            stops.len(),
+            short(stops[(stops.len() - 1) / 2]),
+            short(*longest)
+        );
+    }
+    let foreign = summary.reverted.as_ref().map_or(0, |reverted| reverted.foreign.len());
+    if foreign > 0 {
+        let functions = counted(foreign as u64, "function");
+        let _ = writeln!(text, "  left   {functions} that the guest has changed meanwhile");
+    }
+    text
+}
+
+/// A duration in the unit that suits it.
+pub fn short(duration: Duration) -> String {
+    let microseconds = duration.as_secs_f64() * 1e6;
+    match microseconds {
+        us if us < 100.0 => format!("{us:.1} µs"),
+        us if us < 1_000.0 => format!("{us:.0} µs"),
+        us if us < 1_000_000.0 => format!("{:.1} ms", us / 1e3),
+        us => format!("{:.1} s", us / 1e6),
+    }
+}
+
+/// A distance in bytes.
+fn signed_hex(bytes: i64) -> String {
+    let sign = if bytes < 0 { "-" } else { "" };
+    format!("{sign}{:#x}", bytes.unsigned_abs())
+}
+
+/// A number with its thousands set apart.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A number of things, `what` being one of them.
+pub fn counted(number: u64, what: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {what}{plural}", grouped(number))
+}
+
+#[cfg(test)]
+mod tests {
+    use patcher::trace::ring::RingCorrupt;
+
+    use super::*;
+
+    fn stop(microseconds: u64) -> StopTimes {
+        StopTimes { held: Duration::from_micros(microseconds), ..StopTimes::default() }
+    }
+
+    #[test]
+    fn a_summary_tells_rate_losses_calls_and_stops() {
+        let came_to = Summary {
+            events: 12_345,
+            lost: vec![0, 1_200, 34],
+            unwritten: vec![1, 0, 0],
+            late: 2,
+            corrupt: vec![RingCorrupt::Head { cpu: 2, from: 9, to: 1 }],
+            functions: vec![("vfs_read".into(), 12_000), ("vfs_write".into(), 345)],
+            stops: [803, 412, 20_000].map(stop).into(),
+            reverted: None,
+        };
+        assert_eq!(
+            summary(&came_to, Duration::from_secs(5)),
+            "\
+12,345 events in 5.0 s (2,469 a second), 1,235 lost
+  lost   CPU 1: 1,200, CPU 2: 34; a larger --ring-size, or fewer functions, would keep them
+  torn   CPU 0: 1 begun and never finished
+  late   2 events out of order
+  spoilt the ring of CPU 2 is corrupt: its head went from 9 to 1
+  calls  12,000  vfs_read
+            345  vfs_write
+  stops  3, p50 803 µs, max 20.0 ms
+"
+        );
+    }
+
+    #[test]
+    fn functions_beyond_the_tenth_are_added_up() {
+        let functions = (1..=12).rev().map(|n| (format!("f{n}").into(), n)).collect();
+        let text = summary(&Summary { functions, ..Summary::default() }, Duration::ZERO);
+        assert!(text.contains("  calls  12  f12\n         11  f11\n"), "{text}");
+        assert!(text.ends_with("          3  f3\n          3  in 2 other functions\n"), "{text}");
+    }
+
+    #[test]
+    fn a_trace_of_nothing_has_a_summary_too() {
+        let text = summary(&Summary { lost: vec![0, 0], ..Summary::default() }, Duration::ZERO);
+        assert_eq!(text, "0 events in 0.0 s (0 a second), 0 lost\n");
+    }
+
+    #[test]
+    fn numbers_and_times_are_written_to_be_read() {
+        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!([0x20_0000, -0x1000, 0].map(signed_hex), ["0x200000", "-0x1000", "0x0"]);
+        assert_eq!(counted(1, "pad"), "1 pad");
+        assert_eq!(counted(1000, "pad"), "1,000 pads");
+        let shown =
+            [1_500, 412_000, 20_000_000, 3_200_000_000].map(Duration::from_nanos).map(short);
+        assert_eq!(shown, ["1.5 µs", "412 µs", "20.0 ms", "3.2 s"]);
+    }
+}

@@ -1,0 +1,355 @@
+//! What a kernel file says about itself, checked before anything is built from it.
+//!
+//! Offsets and meanings are those of the Linux/x86 boot protocol
+//! (`Documentation/arch/x86/boot.rst`).
+
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::path::{Path, PathBuf};
+
+use linux_loader::loader::bootparam::setup_header;
+use vm_memory::ByteValued;
+
+use super::layout::PAGE;
+
+/// Where the setup header lies in a bzImage.
+const HEADER_AT: usize = 0x1f1;
+/// Enough of the file to hold the setup header, and the magic numbers of what else it may be: the
+/// furthest is that of s390 kernels.
+const HEAD: usize = 0x1_0010;
+const BOOT_FLAG: u16 = 0xaa55;
+const MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
+/// The first protocol that says whether there is a 64-bit entry point (Linux 3.8).
+const PROTOCOL_XLOADFLAGS: u16 = 0x20c;
+const LOADED_HIGH: u8 = 1 << 0;
+const XLF_KERNEL_64: u16 = 1 << 0;
+const SECTOR: u64 = 512;
+
+/// The 64-bit entry point lies so far behind the beginning of the protected-mode code.
+pub(super) const ENTRY_64: u64 = 0x200;
+
+/// A kernel file that can be booted.
+#[derive(Debug)]
+pub(super) struct Image {
+    pub(super) file: File,
+    pub(super) header: setup_header,
+}
+
+/// A file cannot be booted as a kernel.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImageError {
+    /// There is no such file.
+    #[error("there is no kernel {}; give the path of a bzImage, often /boot/vmlinuz-VERSION",
+        path.display())]
+    Missing {
+        /// Where it was looked for.
+        path: PathBuf,
+    },
+    /// The file cannot be read.
+    #[error("the kernel {} cannot be read: {source}", path.display())]
+    Unreadable {
+        /// Where it is.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The file is something else.
+    #[error("{} is not a bzImage but {found}; give a kernel as distributions install it, often \
+             /boot/vmlinuz-VERSION", path.display())]
+    NotAKernel {
+        /// Where it is.
+        path: PathBuf,
+        /// What it is.
+        found: String,
+    },
+    /// A kernel, for another architecture.
+    #[error("the kernel {} is for {found}; give one for x86_64", path.display())]
+    Architecture {
+        /// Where it is.
+        path: PathBuf,
+        /// What it is for.
+        found: &'static str,
+    },
+    /// A kernel from before Linux 3.8.
+    #[error("the kernel {} speaks boot protocol {}.{:02}; give one that speaks 2.12 or newer, \
+             Linux 3.8 or newer", path.display(), version >> 8, version & 0xff)]
+    TooOld {
+        /// Where it is.
+        path: PathBuf,
+        /// The protocol, major in the high byte.
+        version: u16,
+    },
+    /// The file ends before the kernel does.
+    #[error("the kernel {} is cut short: it has {found} bytes and its header asks for {expected}; \
+             copy or install it again", path.display())]
+    Truncated {
+        /// Where it is.
+        path: PathBuf,
+        /// Its size in bytes.
+        found: u64,
+        /// What its header asks for, in bytes.
+        expected: u64,
+    },
+}
+
+impl Image {
+    /// Opens and checks the kernel at `path`.
+    pub(super) fn open(path: &Path) -> Result<Self, ImageError> {
+        let unreadable = |source| ImageError::Unreadable { path: path.to_owned(), source };
+        let not_a_kernel =
+            |found: &str| ImageError::NotAKernel { path: path.to_owned(), found: found.into() };
+        let mut file = File::open(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => ImageError::Missing { path: path.to_owned() },
+            _ => unreadable(source),
+        })?;
+        let metadata = file.metadata().map_err(unreadable)?;
+        if metadata.is_dir() {
+            return Err(not_a_kernel("a directory"));
+        }
+        if !metadata.is_file() {
+            return Err(not_a_kernel("a device or pipe"));
+        }
+        let mut head = Vec::with_capacity(HEAD);
+        (&mut file).take(HEAD as u64).read_to_end(&mut head).map_err(unreadable)?;
+        file.rewind().map_err(unreadable)?;
+
+        let mut header = setup_header::default();
+        let found = head.get(HEADER_AT..HEADER_AT + size_of::<setup_header>());
+        if let Some(bytes) = found {
+            header.as_mut_slice().copy_from_slice(bytes);
+        }
+        if found.is_none() || { header.boot_flag } != BOOT_FLAG || { header.header } != MAGIC {
+            return Err(match identify(&head) {
+                Identity::Kernel(found) => {
+                    ImageError::Architecture { path: path.to_owned(), found }
+                }
+                Identity::Other(found) => not_a_kernel(found),
+            });
+        }
+        let image = Self { file, header };
+        image.check(path, metadata.len())?;
+        Ok(image)
+    }
+
+    fn check(&self, path: &Path, found: u64) -> Result<(), ImageError> {
+        let header = &self.header;
+        let path = || path.to_owned();
+        if header.version < PROTOCOL_XLOADFLAGS {
+            return Err(ImageError::TooOld { path: path(), version: header.version });
+        }
+        if header.loadflags & LOADED_HIGH == 0 {
+            let found = "a zImage, which loads below 1 MiB".into();
+            return Err(ImageError::NotAKernel { path: path(), found });
+        }
+        if header.xloadflags & XLF_KERNEL_64 == 0 {
+            return Err(ImageError::Architecture { path: path(), found: "32-bit x86" });
+        }
+        // The payload is what the decompressor reads; syssize counts all protected-mode code in
+        // units of 16 bytes. A signature may follow either.
+        let payload = u64::from(header.payload_offset) + u64::from(header.payload_length);
+        let code = u64::from(header.syssize) * 16;
+        let expected = self.setup_bytes() + payload.max(code);
+        if found < expected {
+            return Err(ImageError::Truncated { path: path(), found, expected });
+        }
+        Ok(())
+    }
+
+    /// The size in bytes of the real-mode part, which is not used.
+    fn setup_bytes(&self) -> u64 {
+        // "If this field contains 0, the real value is 4", not counting the boot sector.
+        let sectors = match self.header.setup_sects {
+            0 => 4,
+            sectors => sectors,
+        };
+        (u64::from(sectors) + 1) * SECTOR
+    }
+
+    /// Where the memory ends that the kernel needs before it knows the memory map: it decompresses
+    /// itself there.
+    pub(super) fn end_in_memory(&self) -> u64 {
+        let end = self.header.pref_address.saturating_add(u64::from(self.header.init_size));
+        end.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX)
+    }
+}
+
+enum Identity {
+    Kernel(&'static str),
+    Other(&'static str),
+}
+
+/// Says what a file is that is no bzImage, from its first bytes.
+fn identify(head: &[u8]) -> Identity {
+    let at = |offset: usize, magic: &[u8]| head.get(offset..).is_some_and(|h| h.starts_with(magic));
+    // ELF header: e_machine at 18. Its values are those of the System V ABI's registry.
+    let machine = |low: u8, high: u8| at(18, &[low, high]);
+    if head.is_empty() {
+        Identity::Other("an empty file")
+    } else if at(56, b"ARM\x64") {
+        Identity::Kernel("arm64")
+    } else if at(0x30, b"RISCV\0\0\0") {
+        Identity::Kernel("RISC-V")
+    } else if at(0x1_0008, b"S390EP") {
+        Identity::Kernel("s390x")
+    } else if at(0, b"\x7fELF") {
+        if machine(62, 0) {
+            Identity::Other("an x86_64 ELF file, perhaps a vmlinux; give the bzImage made from it")
+        } else if machine(183, 0) {
+            Identity::Kernel("arm64")
+        } else if machine(0, 22) {
+            Identity::Kernel("s390x")
+        } else {
+            Identity::Kernel("another architecture (ELF)")
+        }
+    } else if at(0, b"MZ") {
+        Identity::Other("an EFI program without a Linux setup header")
+    } else if at(0, b"070701") || at(0, b"070702") {
+        Identity::Other("a cpio archive, perhaps an initramfs")
+    } else if at(0, &[0x1f, 0x8b]) {
+        Identity::Other("gzip data, perhaps an initramfs or a kernel that must be unpacked first")
+    } else if at(0, &[0x28, 0xb5, 0x2f, 0xfd]) {
+        Identity::Other("zstd data, perhaps an initramfs")
+    } else if at(0, &[0xfd, b'7', b'z', b'X', b'Z']) {
+        Identity::Other("xz data, perhaps an initramfs")
+    } else {
+        Identity::Other("something without a Linux setup header")
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::PathBuf;
+
+    use vmm_sys_util::tempdir::TempDir;
+
+    use super::*;
+
+    /// A file that says what a stock kernel says, with nothing in it.
+    pub(in crate::kvm) fn kernel() -> Vec<u8> {
+        let mut header = setup_header {
+            setup_sects: 1,
+            syssize: 0x2000 / 16,
+            boot_flag: BOOT_FLAG,
+            header: MAGIC,
+            version: 0x20f,
+            loadflags: LOADED_HIGH,
+            code32_start: 0x10_0000,
+            initrd_addr_max: 0x7fff_ffff,
+            kernel_alignment: 0x20_0000,
+            relocatable_kernel: 1,
+            xloadflags: 0x7f,
+            cmdline_size: 2047,
+            payload_offset: 0x100,
+            payload_length: 0x1e00,
+            pref_address: 0x100_0000,
+            init_size: 0x337_8000,
+            ..Default::default()
+        };
+        let mut file = vec![0; 2 * SECTOR as usize + 0x2000];
+        file[HEADER_AT..][..size_of::<setup_header>()].copy_from_slice(header.as_mut_slice());
+        file
+    }
+
+    /// A directory with one file in it.
+    pub(in crate::kvm) fn file(bytes: &[u8]) -> (TempDir, PathBuf) {
+        let dir = TempDir::new().unwrap();
+        let path = dir.as_path().join("file");
+        std::fs::write(&path, bytes).unwrap();
+        (dir, path)
+    }
+
+    fn refused(bytes: &[u8]) -> ImageError {
+        let (_dir, path) = file(bytes);
+        Image::open(&path).unwrap_err()
+    }
+
+    /// `kernel` with the bytes at `offset` replaced.
+    fn with(offset: usize, bytes: &[u8]) -> Vec<u8> {
+        let mut kernel = kernel();
+        kernel[offset..offset + bytes.len()].copy_from_slice(bytes);
+        kernel
+    }
+
+    #[test]
+    fn a_stock_kernel_is_taken_and_tells_where_it_ends_in_memory() {
+        let (_dir, path) = file(&kernel());
+        assert_eq!(Image::open(&path).unwrap().end_in_memory(), 0x437_8000);
+        let (_dir, path) = file(&with(0x258, &u64::MAX.to_le_bytes()));
+        assert_eq!(Image::open(&path).unwrap().end_in_memory(), u64::MAX);
+    }
+
+    #[test]
+    fn a_kernel_cut_anywhere_behind_its_head_is_truncated() {
+        let whole = kernel();
+        for len in [HEADER_AT + size_of::<setup_header>(), 1024, 4096, whole.len() - 1] {
+            match refused(&whole[..len]) {
+                ImageError::Truncated { found, expected, .. } => {
+                    assert_eq!((found, expected), (len as u64, whole.len() as u64));
+                }
+                other => panic!("{len} bytes: {other}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_payload_that_no_file_could_hold_is_truncated_too() {
+        let huge = with(0x248, &[0xff; 8]);
+        assert!(matches!(refused(&huge), ImageError::Truncated { expected, .. }
+            if expected == 2 * SECTOR + 2 * u64::from(u32::MAX)));
+    }
+
+    #[test]
+    fn other_files_are_named_for_what_they_are() {
+        let elf =
+            |machine: u16| [b"\x7fELF\x02\x01", &[0; 12][..], &machine.to_le_bytes()].concat();
+        let at = |offset: usize, magic: &[u8]| [&vec![0; offset], magic].concat();
+        for (bytes, expected) in [
+            (vec![], "an empty file"),
+            (b"#!/bin/sh\n".to_vec(), "without a Linux setup header"),
+            (elf(62), "vmlinux"),
+            (b"070701".to_vec(), "cpio"),
+            (vec![0x1f, 0x8b, 8], "gzip"),
+            (vec![0x28, 0xb5, 0x2f, 0xfd], "zstd"),
+            (b"\xfd7zXZ\0".to_vec(), "xz"),
+            (b"MZ\x90".to_vec(), "EFI"),
+            (with(0x211, &[0]), "zImage"),
+        ] {
+            match refused(&bytes) {
+                ImageError::NotAKernel { found, .. } => {
+                    assert!(found.contains(expected), "{found}")
+                }
+                other => panic!("{expected}: {other}"),
+            }
+        }
+        for (bytes, expected) in [
+            (at(56, b"ARM\x64"), "arm64"),
+            (elf(183), "arm64"),
+            (at(0x30, b"RISCV\0\0\0"), "RISC-V"),
+            (at(0x1_0008, b"S390EP"), "s390x"),
+            (elf(0x1600), "s390x"),
+            (elf(21), "another architecture (ELF)"),
+            (with(0x236, &[0, 0]), "32-bit x86"),
+        ] {
+            match refused(&bytes) {
+                ImageError::Architecture { found, .. } => assert_eq!(found, expected),
+                other => panic!("{expected}: {other}"),
+            }
+        }
+        assert!(matches!(
+            refused(&with(0x206, &[0x0b, 2])),
+            ImageError::TooOld { version: 0x20b, .. }
+        ));
+    }
+
+    #[test]
+    fn what_is_not_there_or_not_a_file_is_told_apart() {
+        let open = |path: &str| Image::open(Path::new(path)).unwrap_err();
+        assert!(matches!(open("/nonexistent/vmlinuz"), ImageError::Missing { .. }));
+        assert!(
+            matches!(open("/"), ImageError::NotAKernel { found, .. } if found == "a directory")
+        );
+        assert!(matches!(open("/dev/null"), ImageError::NotAKernel { .. }));
+        assert!(matches!(open("/dev/null/kernel"), ImageError::Unreadable { .. }));
+    }
+}

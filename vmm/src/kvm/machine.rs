@@ -1,0 +1,160 @@
+//! The machine as the patcher sees it: something that can be stopped.
+
+use std::ops::Range;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::Instant;
+
+use patcher::machine::{
+    Machine, RegionWindow, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
+};
+use patcher::mem::PhysMem;
+use vm_memory::{Bytes, GuestAddress};
+
+use super::vm::Vm;
+
+impl Machine for Vm {
+    fn ram(&self) -> &dyn PhysMem {
+        self.shared.memory.ram()
+    }
+
+    fn vcpus(&self) -> usize {
+        self.shared.crew.len()
+    }
+
+    fn region_code(&self) -> RegionWindow<'_> {
+        self.shared.memory.code()
+    }
+
+    fn region_rings(&self) -> RegionWindow<'_> {
+        self.shared.memory.rings()
+    }
+
+    fn clock_hz(&self) -> u64 {
+        self.clock_hz
+    }
+
+    fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {
+        let count = self.vcpus();
+        if vcpu >= count {
+            return Err(StopError::NoSuchVcpu { vcpu, count });
+        }
+        let standstill = Standstill::new(self, vcpu..vcpu + 1)?;
+        Ok(standstill.published(vcpu))
+    }
+
+    fn stop(&self) -> Result<Box<dyn Stopped + '_>, StopError> {
+        Ok(Box::new(Standstill::new(self, 0..self.vcpus())?))
+    }
+}
+
+/// vCPUs that stand, until this is dropped.
+struct Standstill<'a> {
+    vm: &'a Vm,
+    which: Range<usize>,
+    times: StopTimes,
+    since: Instant,
+    released: bool,
+    /// Given up last, after the vCPUs were let go.
+    _turn: Held<'a>,
+}
+
+impl<'a> Standstill<'a> {
+    fn new(vm: &'a Vm, which: Range<usize>) -> Result<Self, StopError> {
+        let turn = vm.turn.take()?;
+        let crew = &vm.shared.crew;
+        if crew.is_ending() {
+            return Err(StopError::Gone);
+        }
+        let begun = Instant::now();
+        crew.hold(which.clone(), vm.stop_deadline)
+            .map_err(|vcpu| StopError::Silent { vcpu, waited: begun.elapsed() })?;
+        let since = Instant::now();
+        let times = StopTimes { quiesce: since - begun, ..StopTimes::default() };
+        let standstill = Self { vm, which, times, since, released: false, _turn: turn };
+        // vCPUs that have ended stand too; then it is no stop but the end.
+        if crew.is_ending() { Err(StopError::Gone) } else { Ok(standstill) }
+    }
+
+    fn published(&self, vcpu: usize) -> Registers {
+        Registers::X86_64(self.vm.shared.crew.registers(vcpu))
+    }
+
+    fn release(&mut self) {
+        if !std::mem::replace(&mut self.released, true) {
+            let asked = Instant::now();
+            self.vm.shared.crew.release(self.which.clone());
+            self.times.held = asked - self.since;
+            self.times.resume = asked.elapsed();
+        }
+    }
+}
+
+impl Stopped for Standstill<'_> {
+    fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError> {
+        match self.vm.vcpus() {
+            count if vcpu >= count => Err(StopError::NoSuchVcpu { vcpu, count }),
+            _ => Ok(self.published(vcpu)),
+        }
+    }
+
+    fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
+        let ram = self.vm.shared.memory.ram();
+        for (index, &TextWrite { at, bytes }) in writes.iter().enumerate() {
+            ram.write_slice(bytes, GuestAddress::from(at)).map_err(|error| TextWriteError {
+                index,
+                at,
+                reason: error.to_string(),
+            })?;
+        }
+        // Entering the guest is a serialising event: no vCPU can execute what it fetched before.
+        Ok(())
+    }
+
+    fn resume(mut self: Box<Self>) -> Result<StopTimes, StopError> {
+        self.release();
+        if self.vm.shared.crew.is_ending() { Err(StopError::Gone) } else { Ok(self.times) }
+    }
+}
+
+impl Drop for Standstill<'_> {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+/// Whose turn it is to stop the guest. Others wait, except the holder itself.
+#[derive(Default)]
+pub(super) struct Turn {
+    holder: Mutex<Option<ThreadId>>,
+    free: Condvar,
+}
+
+impl Turn {
+    fn take(&self) -> Result<Held<'_>, StopError> {
+        let this = thread::current().id();
+        let mut holder = self.holder();
+        while let Some(thread) = *holder {
+            if thread == this {
+                return Err(StopError::AlreadyStopped);
+            }
+            holder = self.free.wait(holder).unwrap_or_else(PoisonError::into_inner);
+        }
+        *holder = Some(this);
+        Ok(Held(self))
+    }
+
+    fn holder(&self) -> MutexGuard<'_, Option<ThreadId>> {
+        self.holder.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// It is this holder's turn, until this is dropped.
+struct Held<'a>(&'a Turn);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        *self.0.holder() = None;
+        self.0.free.notify_one();
+    }
+}

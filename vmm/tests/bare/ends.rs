@@ -1,0 +1,88 @@
+//! How bare guests end, and what is said about it.
+
+use std::time::Duration;
+
+use crate::toys::{CODE, COUNT, HALT, PATIENCE, console, hardware, run, wait_for_progress};
+use patcher::machine::Machine;
+use vmm::kvm::{BareGuest, GuestExit, Vm};
+
+/// `mov $port, %dx; mov $value, %al; out %al, %dx; jmp .`
+fn write_once(port: u16, value: u8) -> Vec<u8> {
+    let [low, high] = port.to_le_bytes();
+    vec![0x66, 0xba, low, high, 0xb0, value, 0xee, 0xeb, 0xfe]
+}
+
+#[test]
+fn power_off_and_both_resets_end_the_guest_as_what_they_are() {
+    for (port, value, exit) in [
+        (0x600, 0x34, GuestExit::PowerOff),
+        (0x602, 0x01, GuestExit::Reboot),
+        (0x064, 0xfe, GuestExit::Reboot),
+    ] {
+        let vm = run(2, BareGuest::new(&write_once(port, value)));
+        assert_eq!(vm.wait(Some(PATIENCE)), Some(exit.clone()), "port {port:#x}");
+        assert_eq!(vm.exit(), Some(exit));
+    }
+}
+
+#[test]
+fn a_triple_fault_is_reported_with_the_place() {
+    // Reads where nothing is mapped, without an interrupt table: no handler for the page fault,
+    // none for the double fault.
+    //  0  90                        nop
+    //  1  48 8b 04 25 000000d0      mov 0xffffffffd0000000, %rax
+    let vm = run(1, BareGuest::new(&[0x90, 0x48, 0x8b, 0x04, 0x25, 0, 0, 0, 0xd0]));
+    let exit = vm.wait(Some(PATIENCE)).unwrap();
+    let GuestExit::TripleFault { vcpu: 0, registers: Some(registers) } = &exit else {
+        panic!("{exit}");
+    };
+    assert_eq!(registers.rip, CODE + 1, "{exit}");
+    assert!(!exit.is_orderly());
+}
+
+#[test]
+fn a_guest_that_halts_for_ever_is_waited_for_and_killed() {
+    let vm = run(2, BareGuest::new(HALT));
+    assert_eq!(vm.wait(Some(Duration::from_millis(50))), None);
+    vm.kill();
+    assert_eq!(vm.wait(Some(PATIENCE)), Some(GuestExit::Killed));
+}
+
+#[test]
+fn a_guest_that_was_never_started_can_be_killed_and_dropped() {
+    let vm = Vm::bare(&hardware(2), BareGuest::new(COUNT), console());
+    let vm = vm.unwrap();
+    assert_eq!(vm.exit(), None);
+    vm.kill();
+    vm.kill();
+    assert_eq!(vm.wait(Some(PATIENCE)), Some(GuestExit::Killed));
+}
+
+#[test]
+fn the_region_is_readable_to_the_guest_and_its_rings_writable() {
+    // Copies a byte from the code part to the rings, then counts.
+    //  0  48 b8 imm64   mov $0x100000000, %rax
+    // 10  8a 18         mov (%rax), %bl
+    // 12  48 05 imm32   add $0x200000, %rax
+    // 18  88 18         mov %bl, (%rax)
+    // 20  COUNT
+    let code =
+        [
+            &[
+                0x48, 0xb8, 0, 0, 0, 0, 1, 0, 0, 0, 0x8a, 0x18, 0x48, 0x05, 0, 0, 0x20, 0, 0x88,
+                0x18,
+            ][..],
+            COUNT,
+        ]
+        .concat();
+    let vm = Vm::bare(&hardware(1), BareGuest::new(&code), console());
+    let vm = vm.unwrap();
+    vm.region_code().memory.copy_from(&[0x5au8]);
+    vm.start();
+    wait_for_progress(&vm, 0);
+    let mut byte = [0u8];
+    vm.region_rings().memory.copy_to(&mut byte);
+    assert_eq!(byte, [0x5a]);
+    assert_eq!(vm.code_writes(), 0);
+    assert!(vm.clock_hz() > 100_000_000, "{} Hz", vm.clock_hz());
+}
