@@ -14,4 +14,6 @@ pub mod machine;
 pub mod mem;
 pub mod patch;
 pub mod region;
+#[cfg(any(test, feature = "synthetic"))]
+pub mod synthetic;
 pub mod trace;

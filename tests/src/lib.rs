@@ -1,4 +1,5 @@
 //! What the end-to-end tests share.
 
+pub mod capture;
 pub mod guest;
 pub mod lab;

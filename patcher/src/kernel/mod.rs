@@ -16,6 +16,8 @@ mod pads;
 mod probes;
 mod records;
 mod symbols;
+#[cfg(test)]
+mod tests;
 
 pub use image::Image;
 pub use kallsyms::KallsymsError;

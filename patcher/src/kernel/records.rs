@@ -160,13 +160,13 @@ impl Kernel {
     /// The records that a page holds, or none if it is no page of records.
     fn records_in(&self, ram: &dyn PhysMem, page: &[u8]) -> Vec<Record> {
         let order = self.arch.byte_order();
-        let text = self.text();
+        let image = &self.image.range;
         let mut last = Gva(0);
         let mut records: Vec<Record> = Vec::new();
         for pair in page.chunks_exact(RECORD) {
             let ip = Gva(order.u64(array(pair, 0)));
             let flags = order.u64(array(pair, 8));
-            if ip <= last || !text.contains(&ip) || flags > u64::from(u32::MAX) {
+            if ip <= last || !image.contains(&ip) || flags > u64::from(u32::MAX) {
                 break;
             }
             last = ip;
@@ -186,11 +186,16 @@ impl Kernel {
         records
     }
 
-    /// Whether there is a pad, in any state that is known, where `record` says.
+    /// Whether there is a pad, in any state that is known, at the beginning of a function where
+    /// `record` says.
     fn is_pad(&self, ram: &dyn PhysMem, record: &Record) -> bool {
+        let mut prefixes = self.arch.pad_prefixes().iter();
+        let offset = self.symbols.lookup(record.ip).map(|place| place.offset);
+        let at_entry = prefixes.any(|prefix| offset == Some(prefix.bytes.len() as u64));
         let mut bytes = vec![0; self.arch.pad_len()];
         let hook = self.symbols.address(self.arch.compiler_hook_symbol());
-        self.read_virt(ram, record.ip, &mut bytes).is_ok()
+        (at_entry || record.flags.disabled())
+            && self.read_virt(ram, record.ip, &mut bytes).is_ok()
             && self.arch.pad_state(record.ip, &bytes, hook) != PadState::Unknown
     }
 }

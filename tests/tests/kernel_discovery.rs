@@ -1,0 +1,205 @@
+//! What is found in the memory of stock kernels, against what these kernels say themselves.
+
+use std::fs;
+use std::ops::{Deref, DerefMut};
+
+use guest_images::Series;
+use patcher::addr::{Gpa, Gva};
+use patcher::arch::ReturnForm;
+use patcher::kernel::{self, Kernel, Refusal, Symbols};
+use tests::capture::{Captured, capture, map};
+use vm_memory::GuestMemoryMmap;
+
+/// A capture that is compared with what its guest said.
+struct Guest(Captured);
+
+impl Deref for Guest {
+    type Target = Captured;
+    fn deref(&self) -> &Captured {
+        &self.0
+    }
+}
+
+impl DerefMut for Guest {
+    fn deref_mut(&mut self) -> &mut Captured {
+        &mut self.0
+    }
+}
+
+impl Guest {
+    fn new(series: Series, cpu: &str, cmdline: &str) -> Self {
+        Self(Captured::new(series, cpu, cmdline))
+    }
+
+    /// Compares everything that can be with the guest's own word.
+    fn check(&self) -> Kernel {
+        let kernel = self.kernel();
+        assert_eq!(kernel.release(), self.capture.release);
+
+        let kallsyms = fs::read_to_string(self.capture.kallsyms()).unwrap();
+        compare("symbols", &rendered(kernel.symbols()), own_lines(&kallsyms));
+
+        let pads = kernel.pads(&self.ram).unwrap();
+        let mut found: Vec<_> = pads.sites.iter().map(|site| (site.at, &*site.name)).collect();
+        let own = pads.refused.iter().filter(|refused| refused.why != Refusal::Module);
+        found.extend(own.map(|refused| (refused.at, &*refused.name)));
+        found.sort_unstable();
+        let names: Vec<String> = found.iter().map(|(_, name)| (*name).to_owned()).collect();
+        let functions = fs::read_to_string(self.capture.available_filter_functions()).unwrap();
+        compare("functions", &names, own_lines(&functions));
+
+        // Nothing but dead code and modules may be refused in a guest that traces nothing.
+        let of_modules = pads.refused.iter().filter(|r| r.why == Refusal::Module).count();
+        assert_eq!(of_modules, functions.lines().count() - names.len());
+        assert!(of_modules > 0, "the guest has loaded modules");
+        for refused in &pads.refused {
+            assert!(matches!(refused.why, Refusal::Module | Refusal::DeadWeak), "{refused:?}");
+        }
+
+        assert_eq!(kernel.readiness(&self.ram), Ok(()));
+        assert_eq!(kernel.panicked(&self.ram), Ok(None));
+        assert!(kernel.is_current(&self.ram));
+        self.check_cpu_numbers(&kernel);
+        self.check_mapping(&kernel);
+        kernel
+    }
+
+    /// By each vCPU's own base, the distance found leads to the vCPU's number.
+    fn check_cpu_numbers(&self, kernel: &Kernel) {
+        let distance = kernel.cpu_number(&self.ram).unwrap();
+        for (cpu, vcpu) in self.capture.vcpus.iter().enumerate() {
+            let in_user_mode = vcpu.cs & 3 == 3;
+            let base = if in_user_mode { vcpu.kernel_gs_base } else { vcpu.gs_base };
+            let mut number = [0; 4];
+            let at = Gva(base.wrapping_add_signed(distance.into()));
+            kernel.read_virt(&self.ram, at, &mut number).unwrap();
+            assert_eq!(u32::from_le_bytes(number) as usize, cpu);
+        }
+    }
+
+    /// The region can be mapped, and the tables of the processes that run have it at once.
+    fn check_mapping(&self, kernel: &Kernel) {
+        let leaf = 2 << 20;
+        let (code, rings) = (Gpa(1 << 32), Gpa(2 << 32));
+        let mapping =
+            kernel::plan_mapping(kernel, &self.ram, (code, leaf), (rings, 4 * leaf)).unwrap();
+        mapping.install(&self.ram).unwrap();
+        assert_eq!(kernel.translate(&self.ram, mapping.code + 64), Ok(code + 64));
+        for registers in &self.vcpus {
+            let spaces = kernel.arch().address_spaces(registers).unwrap();
+            // Without isolated tables the first guess may be wrong.
+            let seen = |at| spaces.iter().find_map(|space| space.translate(&self.ram, at).ok());
+            assert_eq!(seen(mapping.rings + 3 * leaf + 8), Some(rings + 3 * leaf + 8));
+        }
+    }
+
+    /// What stands between functions and their pads, by name.
+    fn prefixes(&self, kernel: &Kernel) -> Vec<&'static str> {
+        let pads = kernel.pads(&self.ram).unwrap();
+        let mut names: Vec<_> = pads.sites.iter().map(|site| site.prefix.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        names
+    }
+}
+
+/// The lines of one of the guest's own lists that are about the kernel and no module.
+fn own_lines(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter(|line| !line.contains('['))
+}
+
+/// The lines of /proc/kallsyms.
+fn rendered(symbols: &Symbols) -> Vec<String> {
+    symbols
+        .iter()
+        .map(|s| format!("{:016x} {} {}", s.address.0, char::from(s.kind), s.name))
+        .collect()
+}
+
+fn compare<'a>(what: &str, ours: &[String], theirs: impl Iterator<Item = &'a str>) {
+    let theirs: Vec<&str> = theirs.collect();
+    let differs = ours.iter().zip(&theirs).position(|(ours, theirs)| ours != theirs);
+    if let Some(line) = differs {
+        panic!("{what}, line {line}: ours is {:?}, the guest's {:?}", ours[line], theirs[line]);
+    }
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    assert!(!ours.is_empty(), "{what}");
+}
+
+#[test]
+fn a_5_10_kernel_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V5_10, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.version(), Some((5, 10)));
+    assert_eq!(guest.prefixes(&kernel), ["none"]);
+    // On this processor it prepares pads in the older of the two forms.
+    let pads = kernel.pads(&guest.ram).unwrap();
+    assert!(pads.sites.iter().all(|site| *site.original == [0x66, 0x66, 0x66, 0x66, 0x90]));
+}
+
+#[test]
+fn a_6_1_kernel_with_five_levels_of_tables_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V6_1, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.root().format.levels.len(), 5);
+    assert_eq!(kernel.return_form(&guest.ram), Ok(ReturnForm::Plain));
+}
+
+#[test]
+fn a_6_1_kernel_that_is_not_moved_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V6_1, "max", "nokaslr");
+    assert_eq!(guest.check().kaslr_offset(), 0);
+}
+
+#[test]
+fn a_6_1_kernel_with_isolated_tables_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V6_1, "Skylake-Server", "pti=on");
+    let kernel = guest.check();
+    assert_eq!(kernel.root().format.levels.len(), 4);
+    // This processor needs a return thunk.
+    let form = kernel.return_form(&guest.ram);
+    let Ok(ReturnForm::Thunk(thunk)) = form else { panic!("{form:?}") };
+    let place = kernel.symbols().lookup(thunk).unwrap();
+    assert!(place.offset == 0 && place.symbol.name.ends_with("return_thunk"), "{place:?}");
+}
+
+#[test]
+fn a_6_12_kernel_with_five_levels_of_tables_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V6_12, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.root().format.levels.len(), 5);
+    assert_eq!(guest.prefixes(&kernel), ["endbr64", "none", "sealed endbr64 (nopw)"]);
+}
+
+#[test]
+fn a_6_12_kernel_with_four_levels_and_isolated_tables_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V6_12, "Skylake-Server", "pti=on");
+    let kernel = guest.check();
+    assert_eq!(kernel.root().format.levels.len(), 4);
+    assert!(matches!(kernel.return_form(&guest.ram), Ok(ReturnForm::Thunk(_))));
+}
+
+#[test]
+fn a_6_18_kernel_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V6_18, "max", "");
+    let kernel = guest.check();
+    assert_eq!(guest.prefixes(&kernel), ["endbr64", "none", "sealed endbr64 (nopl)"]);
+    assert_eq!(kernel.return_form(&guest.ram), Ok(ReturnForm::Plain));
+}
+
+#[test]
+fn a_7_kernel_is_as_it_says_itself() {
+    let guest = Guest::new(Series::V7, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.version().map(|(major, _)| major), Some(7));
+    assert_eq!(kernel.return_form(&guest.ram), Ok(ReturnForm::Plain));
+}
+
+#[test]
+fn a_whole_other_guest_that_lies_in_memory_is_not_taken_for_the_one_that_runs() {
+    let mut guest = Guest::new(Series::V6_1, "max", "");
+    let other = capture(Series::V6_1, "max", "nokaslr");
+    let regions = vec![map(&guest.capture, 0), map(&other, 1 << 30)];
+    guest.ram = GuestMemoryMmap::from_regions(regions).unwrap();
+    guest.check();
+}
