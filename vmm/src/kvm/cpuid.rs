@@ -85,7 +85,8 @@ impl Model {
         let id_space = self.cpus.next_power_of_two();
         let id_bits = id_space.trailing_zeros();
         let mut entries = self.common.clone();
-        entries.retain(|entry| !matches!(entry.function, 0xb | 0x1f));
+        // Made anew below; and what there is to know of SVM, which the guest does not get.
+        entries.retain(|entry| !matches!(entry.function, 0xb | 0x1f | 0x8000_000a));
         for entry in &mut entries {
             match entry.function {
                 1 => {
