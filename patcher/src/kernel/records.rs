@@ -30,6 +30,15 @@ pub(super) struct Record {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Flags(u64);
 
+impl std::ops::BitOr for Flags {
+    type Output = Self;
+
+    /// The flags of a record that is listed twice: it is in use if either is.
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
 impl Flags {
     const ENABLED: u64 = 1 << 31;
     const DISABLED: u64 = 1 << 25;
@@ -137,8 +146,7 @@ impl Kernel {
 
     /// Finds pages of records in RAM by what they hold.
     ///
-    /// A page that was one once may still look like one, so a record may turn up twice; it is in
-    /// use if it is by any of them.
+    /// A page that was one once may still look like one, so a record may turn up twice.
     fn scanned_records(&self, ram: &dyn PhysMem) -> Vec<Record> {
         let mut found = BTreeMap::new();
         let mut page = [0; PAGE as usize];
@@ -148,7 +156,7 @@ impl Kernel {
                 if ram.read(at, &mut page).is_ok() {
                     for record in self.records_in(ram, &page) {
                         let flags: &mut Flags = found.entry(record.ip).or_default();
-                        flags.0 |= record.flags.0;
+                        *flags = *flags | record.flags;
                     }
                 }
                 at = at + PAGE;
