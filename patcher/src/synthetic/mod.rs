@@ -2,7 +2,7 @@
 //! ftrace records, page tables, and registers of vCPUs that run it.
 //!
 //! It is for tests and benches that need a guest's memory and no guest: everything that
-//! [`kernel`](crate::kernel) reads is there, and nothing ever executes it. Whatever a test wants
+//! [`kernel`] reads is there, and nothing ever executes it. Whatever a test wants
 //! otherwise it writes over with [`Guest::poke`].
 //!
 //! # Panics
