@@ -107,22 +107,25 @@ pub fn restore_terminal_on_fatal_signals() -> io::Result<()> {
     Ok(())
 }
 
-/// Restores the terminal, puts the earlier handler back and lets it see the signal again.
+/// Restores the terminal and lets the signal end the process, by the handler that was there earlier
+/// if that has something to say.
 extern "C" fn fatal(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     terminal::restore();
-    let index = FATAL.iter().position(|&fatal| fatal == signal);
-    if let (Some(index), Some(earlier)) = (index, EARLIER.get()) {
-        // SAFETY: `earlier` is what sigaction itself reported for this signal.
-        unsafe { libc::sigaction(signal, &raw const earlier[index], ptr::null_mut()) };
-    }
-    // A fault happens again when its instruction is run again, with the address that the earlier
-    // handler wants to see. Anything else has to be sent again: it waits until this handler is left.
-    let is_fault = matches!(signal, SIGBUS | SIGFPE | SIGILL | SIGSEGV);
     // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo.
     let by_kernel = unsafe { (*info).si_code > 0 };
-    if !(is_fault && by_kernel) {
-        // SAFETY: raise may be called in a signal handler.
-        unsafe { libc::raise(signal) };
+    let is_fault = matches!(signal, SIGBUS | SIGFPE | SIGILL | SIGSEGV);
+    let index = FATAL.iter().position(|&fatal| fatal == signal);
+    if let (true, true, Some(index), Some(earlier)) = (is_fault, by_kernel, index, EARLIER.get()) {
+        // The instruction at fault is run again, and the earlier handler sees it as it was.
+        // SAFETY: `earlier` is what sigaction itself reported for this signal.
+        unsafe { libc::sigaction(signal, &raw const earlier[index], ptr::null_mut()) };
+        return;
+    }
+    // Nothing comes again by itself. The signal sent here waits until this handler is left.
+    // SAFETY: both may be called in a signal handler.
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        libc::raise(signal);
     }
 }
 

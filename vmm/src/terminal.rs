@@ -20,7 +20,7 @@ use crate::signals;
 const ESCAPE: u8 = 0x01;
 
 /// What Ctrl-a h shows.
-pub const ESCAPE_HELP: &str = "keys that don't go to the guest
+pub const ESCAPE_HELP: &str = "these keys don't go to the guest
 Ctrl-a x  end the guest and leave
 Ctrl-a a  send Ctrl-a to the guest
 Ctrl-a h  show this help";

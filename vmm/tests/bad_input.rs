@@ -5,12 +5,23 @@ mod support;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, Output};
 
-use support::{Folder, refusal, toy_kernel, vmm};
+use support::{Folder, toy_kernel, vmm};
 
 /// Spins for ever: `jmp .`
 const SPIN: &[u8] = &[0xeb, 0xfe];
+
+/// Runs `command` and checks that it fails as it should: with that exit status, nothing on standard
+/// output, and one sentence on standard error, which it gives.
+fn refusal(mut command: Command, status: i32) -> String {
+    let Output { status: ended, stdout, stderr } = command.output().expect("the program starts");
+    let said = String::from_utf8(stderr).expect("messages are UTF-8");
+    assert_eq!(ended.code(), Some(status), "{said}");
+    assert_eq!(String::from_utf8_lossy(&stdout), "");
+    assert_eq!(said.lines().count(), 1, "one sentence: {said}");
+    said.strip_prefix("vmm: ").unwrap_or_else(|| panic!("the program names itself: {said}")).into()
+}
 
 /// What `vmm run` says to a kernel and further arguments.
 fn run(kernel: &str, arguments: &[&str]) -> Command {

@@ -263,7 +263,7 @@ impl<'m> Session<'m> {
             result: Ok(()),
         };
         let pending = self.readers.iter().map(RingReader::pending).sum();
-        self.merger.pass(pending, |record| out.give(record));
+        self.merger.pass(pending, Instant::now(), |record| out.give(record));
         out.result
     }
 

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io::{self, Write};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
@@ -92,10 +93,14 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     kind == Some(io::ErrorKind::BrokenPipe)
 }
 
-/// Says something on standard error, in the program's name. That nobody listens is no reason to
-/// fail.
+/// Whether the guest has left the terminal's last line unfinished.
+static LINE_OPEN: AtomicBool = AtomicBool::new(false);
+
+/// Says something on standard error, in the program's name and on a line of its own. That nobody
+/// listens is no reason to fail.
 fn say(message: impl fmt::Display) {
-    let _ = writeln!(io::stderr(), "vmm: {message}");
+    let begin = if LINE_OPEN.swap(false, Ordering::Relaxed) { "\n" } else { "" };
+    let _ = writeln!(io::stderr(), "{begin}vmm: {message}");
 }
 
 /// An error and its causes, joined. A cause that its effect's message has spelled out already is

@@ -1,7 +1,7 @@
 //! What tests of the built program share.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::{env, fs, process};
 
 /// The program, with nothing to read.
@@ -9,17 +9,6 @@ pub fn vmm(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vmm"));
     command.args(arguments).stdin(Stdio::null());
     command
-}
-
-/// Runs `command` and checks that it fails as it should: with that exit status, nothing on standard
-/// output, and one sentence on standard error, which it gives.
-pub fn refusal(mut command: Command, status: i32) -> String {
-    let Output { status: ended, stdout, stderr } = command.output().expect("the program starts");
-    let said = String::from_utf8(stderr).expect("messages are UTF-8");
-    assert_eq!(ended.code(), Some(status), "{said}");
-    assert_eq!(String::from_utf8_lossy(&stdout), "");
-    assert_eq!(said.lines().count(), 1, "one sentence: {said}");
-    said.strip_prefix("vmm: ").unwrap_or_else(|| panic!("the program names itself: {said}")).into()
 }
 
 /// A directory of a test's own, removed when it ends.

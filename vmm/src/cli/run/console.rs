@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
 use anyhow::{Context, Result};
@@ -12,12 +13,14 @@ use vmm::devices::ConsoleInput;
 use super::Reason;
 use super::options::Console;
 use super::output;
-use crate::cli::say;
+use crate::cli::{LINE_OPEN, say};
 use crate::terminal::{self, Command, OnCommand, Pump, RawTerminal};
 
 /// What the guest prints, on its way out. A sink that fails is a reason to end.
 struct Sink {
     out: File,
+    /// Lines of our own appear among the guest's.
+    shared: bool,
     name: String,
     reasons: Sender<Reason>,
 }
@@ -25,6 +28,9 @@ struct Sink {
 impl Write for Sink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = self.out.write(bytes);
+        if let (true, Ok(length @ 1..)) = (self.shared, &written) {
+            LINE_OPEN.store(bytes[length - 1] != b'\n', Ordering::Relaxed);
+        }
         if let Err(error) = &written
             && error.kind() != io::ErrorKind::Interrupted
         {
@@ -62,7 +68,8 @@ pub fn sink(
         }
         Console::File(path) => (output::console_file(path, inputs)?, path.display().to_string()),
     };
-    Ok(Box::new(Sink { out, name, reasons: reasons.clone() }))
+    let shared = out.is_terminal() && io::stderr().is_terminal();
+    Ok(Box::new(Sink { out, shared, name, reasons: reasons.clone() }))
 }
 
 /// Standard input, lent to the guest. Dropping it takes it back.

@@ -167,10 +167,11 @@ impl Watcher<'_> {
         }
     }
 
-    /// Waits until the kernel's pads may be written; `false` if the guest ended before.
+    /// Waits until the kernel's pads may be written; `false` if the guest ended or panicked before.
     fn wait_until_ready(&self, kernel: &Kernel, progress: &mut Progress) -> Result<bool> {
         let mut waiting = Waiting::new("the kernel to be ready to be traced");
-        while !self.stopped() {
+        let mut panic = PanicWatch::new(kernel);
+        while !self.stopped() && !panic.is_over(self.machine) {
             let reason = match kernel.readiness(self.machine.ram()) {
                 Ok(()) => return Ok(true),
                 Err(reason) => reason,
