@@ -44,8 +44,12 @@ impl Console {
         let output = Arc::new(Output::default());
         let queue = Arc::clone(&output);
         thread::Builder::new().name("console".into()).spawn(move || queue.serve(sink))?;
-        let input =
-            InputQueue { pending: Mutex::default(), room: Condvar::new(), wake: wake_event()? };
+        let input = InputQueue {
+            pending: Mutex::default(),
+            room: Condvar::new(),
+            filled: Condvar::new(),
+            wake: wake_event()?,
+        };
         Ok(Self { output, input: ConsoleInput(Arc::new(input)) })
     }
 
@@ -72,10 +76,42 @@ impl Console {
         ConsoleOutput(Arc::clone(&self.output))
     }
 
+    /// The guest's ends, for an engine whose serial port is a stream.
+    pub(crate) fn ends(&self) -> ConsoleEnds {
+        ConsoleEnds { output: self.output(), input: TypedInput(Arc::clone(&self.input.0)) }
+    }
+
     /// No more input is taken and whoever waits to give some is told.
     pub(crate) fn close_input(&self) {
         self.input.0.pending().closed = true;
         self.input.0.room.notify_all();
+        self.input.0.filled.notify_all();
+    }
+}
+
+/// The guest's ends of a console.
+pub(crate) struct ConsoleEnds {
+    pub(crate) output: ConsoleOutput,
+    pub(crate) input: TypedInput,
+}
+
+/// What is typed, for one reader that waits for it.
+pub(crate) struct TypedInput(Arc<InputQueue>);
+
+impl TypedInput {
+    /// Waits for something to be typed; `None` when there will be no more.
+    pub(crate) fn take(&self) -> Option<Vec<u8>> {
+        let mut pending = self.0.pending();
+        while pending.bytes.is_empty() {
+            if pending.closed {
+                return None;
+            }
+            pending = self.0.filled.wait(pending).unwrap_or_else(PoisonError::into_inner);
+        }
+        let typed = std::mem::take(&mut pending.bytes).into();
+        drop(pending);
+        self.0.room.notify_all();
+        Some(typed)
     }
 }
 
@@ -230,6 +266,7 @@ impl fmt::Debug for ConsoleInput {
 pub(super) struct InputQueue {
     pending: Mutex<Pending>,
     room: Condvar,
+    filled: Condvar,
     /// Readable when the UART should be offered more: something was typed, or it has room again.
     pub(super) wake: EventFd,
 }
@@ -252,6 +289,7 @@ impl InputQueue {
         let taken = bytes.len().min(INPUT_QUEUE.saturating_sub(pending.bytes.len()));
         pending.bytes.extend(&bytes[..taken]);
         drop(pending);
+        self.filled.notify_one();
         // Full only when the reader has 2^64 wake-ups to go: then it is not asleep.
         let _ = self.wake.write(1);
         Ok(taken)
@@ -358,7 +396,11 @@ mod tests {
             console.input.0.feed(|bytes| bytes.len());
             typing.join().unwrap().unwrap();
         });
+        let reader = console.ends().input;
+        input.write_all(b"xyz").unwrap();
+        assert_eq!(reader.take().as_deref(), Some(&b"xyz"[..]));
         console.close_input();
+        assert_eq!(reader.take(), None);
         assert_eq!(input.write(b"c").unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
 }

@@ -5,6 +5,7 @@ mod ports;
 pub(crate) mod power;
 mod serial;
 
+pub(crate) use console::ConsoleEnds;
 pub use console::{Console, ConsoleInput};
 pub use ports::PortWrite;
 pub(crate) use ports::{PortHandler, Ports};

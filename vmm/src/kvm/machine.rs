@@ -1,8 +1,6 @@
 //! The machine as the patcher sees it: something that can be stopped.
 
 use std::ops::Range;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, ThreadId};
 use std::time::Instant;
 
 use patcher::machine::{
@@ -12,6 +10,7 @@ use patcher::mem::PhysMem;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::vm::Vm;
+use crate::turn::Held;
 
 impl Machine for Vm {
     fn ram(&self) -> &dyn PhysMem {
@@ -120,41 +119,5 @@ impl Stopped for Standstill<'_> {
 impl Drop for Standstill<'_> {
     fn drop(&mut self) {
         self.release();
-    }
-}
-
-/// Whose turn it is to stop the guest. Others wait, except the holder itself.
-#[derive(Default)]
-pub(super) struct Turn {
-    holder: Mutex<Option<ThreadId>>,
-    free: Condvar,
-}
-
-impl Turn {
-    fn take(&self) -> Result<Held<'_>, StopError> {
-        let this = thread::current().id();
-        let mut holder = self.holder();
-        while let Some(thread) = *holder {
-            if thread == this {
-                return Err(StopError::AlreadyStopped);
-            }
-            holder = self.free.wait(holder).unwrap_or_else(PoisonError::into_inner);
-        }
-        *holder = Some(this);
-        Ok(Held(self))
-    }
-
-    fn holder(&self) -> MutexGuard<'_, Option<ThreadId>> {
-        self.holder.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// It is this holder's turn, until this is dropped.
-struct Held<'a>(&'a Turn);
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        *self.0.holder() = None;
-        self.0.free.notify_one();
     }
 }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::crew::Crew;
-use super::exit::GuestExit;
 use super::memory::Memory;
 use crate::devices::Ports;
+use crate::exit::GuestExit;
 
 pub(super) struct Shared {
     pub(super) crew: Crew,

@@ -12,10 +12,10 @@ use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
 use patcher::machine::X86Registers;
 
 use super::crew::{Enlisted, Next};
-use super::exit::GuestExit;
 use super::shared::Shared;
 use super::state::{self, MSR_KERNEL_GS_BASE};
 use crate::devices::PowerRequest;
+use crate::exit::GuestExit;
 
 /// One vCPU, on its way into its thread.
 pub(super) struct Vcpu {

@@ -17,16 +17,16 @@ use super::boot::{BootError, LinuxBoot, Plan};
 use super::config::{Hardware, HardwareError};
 use super::cpuid::Model;
 use super::crew::Crew;
-use super::exit::GuestExit;
 use super::kick::Kick;
 use super::layout::{self, KVM_IDENTITY_MAP, KVM_TSS};
-use super::machine::Turn;
 use super::memory::{CODE_BYTES, Memory};
 use super::probe::{self, KvmKind};
 use super::shared::Shared;
 use super::state::{self, Entry};
 use super::vcpu::Vcpu;
 use crate::devices::{COM1_GSI, Console, ConsoleInput, InputPump, PortHandler, Ports};
+use crate::exit::GuestExit;
+use crate::turn::Turn;
 
 /// How long the end of a guest waits for a slow sink to take the last of its output.
 const LAST_WORDS: Duration = Duration::from_secs(2);

@@ -13,15 +13,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use vmm::devices::Console as SerialConsole;
-use vmm::kvm::{GuestExit, Hardware, LinuxBoot, Vm, VmError};
+use vmm::kvm::GuestExit;
 
 use super::status::Status;
 use super::{is_broken_pipe, say};
 use crate::signals::{self, EndSignal};
 
 mod console;
+mod engine;
 mod options;
 mod output;
 mod progress;
@@ -29,7 +30,7 @@ mod report;
 mod watch;
 
 use console::Typing;
-use options::{Accel, Console};
+use options::Console;
 pub use options::{Conflict, Options};
 use output::Records;
 use watch::{Plan, Watched};
@@ -67,7 +68,7 @@ impl Drop for Farewell {
 /// The guest can't be started, or something failed while it ran.
 pub fn run(options: &Options) -> Result<Status> {
     let console = options.console()?;
-    let hardware = hardware(options)?;
+    let rings = options.rings()?;
     let inputs: Vec<&Path> =
         std::iter::once(&options.kernel).chain(&options.initrd).map(PathBuf::as_path).collect();
     let stop = Arc::new(AtomicBool::new(false));
@@ -77,13 +78,8 @@ pub fn run(options: &Options) -> Result<Status> {
     let records =
         records.map(|output| Records::open(&output, &inputs, Arc::clone(&stop))).transpose()?;
 
-    let boot = LinuxBoot {
-        kernel: options.kernel.clone(),
-        initrd: options.initrd.clone(),
-        cmdline: options.cmdline.clone(),
-    };
     let serial = SerialConsole::new(sink).context("the guest's console can't be had")?;
-    let vm = Vm::linux(&hardware, &boot, serial).map_err(with_advice)?;
+    let guest = engine::build(options, rings, serial)?;
     let plan = Plan::new(options, records, console == Console::Stdio);
 
     let on_signal = sender.clone();
@@ -93,53 +89,33 @@ pub fn run(options: &Options) -> Result<Status> {
     })
     .context("signals can't be handled")?;
     let typing = match console {
-        Console::Stdio => Typing::lend(vm.console_input(), sender.clone())?,
+        Console::Stdio => Typing::lend(guest.console_input(), sender.clone())?,
         Console::Off | Console::File(_) => None,
     };
 
-    vm.start();
+    guest.start()?;
     let (reason, watched) = thread::scope(|scope| {
-        let (vm, stop) = (&vm, &*stop);
-        let guest = sender.clone();
+        let (guest, stop) = (&*guest, &*stop);
+        let ended = sender.clone();
         scope.spawn(move || {
-            if let Some(exit) = vm.wait(None) {
+            if let Some(exit) = guest.wait() {
                 // As above.
-                let _ = guest.send(Reason::Guest(exit));
+                let _ = ended.send(Reason::Guest(exit));
             }
         });
         let farewell = Farewell(sender.clone());
         let watcher = scope.spawn(move || {
             let _farewell = farewell;
-            watch::watch(vm, plan, stop)
+            watch::watch(guest.machine(), plan, stop)
         });
         let reason = reasons.recv().expect("this thread has a sender itself");
         stop.store(true, Ordering::SeqCst);
         let watched = watcher.join();
-        vm.kill();
+        guest.kill();
         (reason, watched)
     });
     drop(typing);
     conclude(reason, watched.unwrap_or_else(|panic| panic::resume_unwind(panic)))
-}
-
-/// The machine that `options` describe.
-fn hardware(options: &Options) -> Result<Hardware, Conflict> {
-    let cpus = options.cpus.get() as usize;
-    Ok(Hardware {
-        cpus,
-        memory: options.memory.bytes(),
-        rings: options.rings()?,
-        emulating: options.accel == Accel::Kvm,
-        ..Hardware::default()
-    })
-}
-
-/// Where KVM is what is missing, `vmm doctor` has more to say.
-fn with_advice(error: VmError) -> anyhow::Error {
-    match error {
-        VmError::Kvm(_) => anyhow!("{error}; `vmm doctor` says what this host can do"),
-        error => error.into(),
-    }
 }
 
 /// Sums up and says how it ended.

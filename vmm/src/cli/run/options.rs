@@ -112,10 +112,12 @@ Examples:
 /// What runs the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Accel {
-    /// Whatever is best here; KVM is all there is so far
+    /// KVM where it runs stock kernels, else QEMU's emulation; standard error says which and why
     Auto,
     /// The kernel's KVM, even one that only emulates guest kernels and will not get far with them
     Kvm,
+    /// QEMU's emulation (TCG): slow, and runs everywhere
+    Tcg,
 }
 
 /// What is recorded.
@@ -304,7 +306,7 @@ mod tests {
         refused("--memory 0", "a size must be more than zero");
         refused("--memory lots", "a size is a whole number");
         refused("--trace graph", "invalid value 'graph'");
-        refused("--accel tcg", "invalid value 'tcg'");
+        refused("--accel xen", "invalid value 'xen'");
         assert!(Run::try_parse_from(["r", "--kernel", "k", "--trace", "func", "-f", ""]).is_err());
     }
 

@@ -38,6 +38,11 @@ pub enum GuestExit {
         /// Where the vCPU was, if that is known.
         registers: Option<X86Registers>,
     },
+    /// QEMU, which ran the guest, has ended by itself.
+    QemuEnded {
+        /// How, and what it said last.
+        what: String,
+    },
     /// It was ended from outside.
     Killed,
 }
@@ -69,6 +74,9 @@ impl fmt::Display for GuestExit {
             GuestExit::InternalError { vcpu, what, registers } => {
                 write!(f, "KVM gave up on vCPU {vcpu}: {what}")?;
                 registers.as_ref().map_or(Ok(()), |registers| At(registers).fmt(f))
+            }
+            GuestExit::QemuEnded { what } => {
+                write!(f, "QEMU has ended and the guest with it: {what}")
             }
             GuestExit::Killed => f.write_str("the guest was killed"),
         }
