@@ -189,15 +189,15 @@ mod tests {
     /// What a client makes of a peer that says all of this at once and hangs up.
     fn told(script: &[u8]) -> Result<Qmp, QmpError> {
         let (ours, mut peer) = UnixStream::pair().unwrap();
-        thread::scope(|scope| {
-            scope.spawn(move || {
-                // The client may have hung up on nonsense.
-                let _ = peer.write_all(script);
-                let _ = peer.shutdown(std::net::Shutdown::Write);
-                let _ = peer.read_to_end(&mut Vec::new());
-            });
-            Qmp::connect(ours)
-        })
+        let script = script.to_vec();
+        // It reads until the client hangs up, which may be after this has returned.
+        thread::spawn(move || {
+            // The client may have hung up on nonsense.
+            let _ = peer.write_all(&script);
+            let _ = peer.shutdown(std::net::Shutdown::Write);
+            let _ = peer.read_to_end(&mut Vec::new());
+        });
+        Qmp::connect(ours)
     }
 
     const GREETING: &str = "{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n";

@@ -158,15 +158,15 @@ fn a_stop_that_is_late_lets_the_guest_go_and_is_not_taken_for_the_next() {
 /// What a client makes of a peer that says all of this at once and hangs up.
 fn told(script: &[u8]) -> Result<Gdb, GdbError> {
     let (ours, mut peer) = UnixStream::pair().unwrap();
-    thread::scope(|scope| {
-        scope.spawn(move || {
-            // The client may have hung up on nonsense.
-            let _ = peer.write_all(script);
-            let _ = peer.shutdown(std::net::Shutdown::Write);
-            let _ = peer.read_to_end(&mut Vec::new());
-        });
-        Gdb::connect(ours)
-    })
+    let script = script.to_vec();
+    // It reads until the client hangs up, which may be after this has returned.
+    thread::spawn(move || {
+        // The client may have hung up on nonsense.
+        let _ = peer.write_all(&script);
+        let _ = peer.shutdown(std::net::Shutdown::Write);
+        let _ = peer.read_to_end(&mut Vec::new());
+    });
+    Gdb::connect(ours)
 }
 
 fn framed(packets: &[&str]) -> Vec<u8> {
