@@ -61,6 +61,19 @@ impl Write for Transcript {
     }
 }
 
+/// A kernel's text, read in a stop.
+///
+/// # Errors
+/// What the engine says.
+pub fn kernel_text(machine: &dyn Machine, kernel: &Kernel) -> Result<Vec<u8>> {
+    let range = kernel.text();
+    let mut text = vec![0; (range.end.0 - range.start.0) as usize];
+    let stopped = machine.stop()?;
+    kernel.read_virt(machine.ram(), range.start, &mut text)?;
+    stopped.resume()?;
+    Ok(text)
+}
+
 /// A guest that runs.
 pub struct Guest {
     /// Its machine.

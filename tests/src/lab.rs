@@ -99,7 +99,11 @@ pub fn vmm_run(series: Series, options: &str, cmdline: &str) -> String {
 }
 
 /// The `vmm` program, built if need be: cargo builds a package's programs for its own tests only.
-fn vmm() -> PathBuf {
+///
+/// # Panics
+/// It can't be built.
+#[must_use]
+pub fn vmm() -> PathBuf {
     let status = Command::new(env!("CARGO"))
         .args(["build", "--quiet", "--package", "vmm", "--bin", "vmm"])
         .status()

@@ -11,12 +11,12 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use patcher::kernel::{Kernel, MappedRegion};
+use patcher::kernel::MappedRegion;
 use patcher::machine::Machine;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Event, Sink};
-use tests::guest::Guest;
+use tests::guest::{Guest, kernel_text};
 use vmm::kvm::{GuestExit, Hardware, LinuxBoot};
 
 /// How long a round stays armed.
@@ -54,16 +54,6 @@ impl Sink for Check {
     }
 }
 
-/// The kernel's text, read in a stop.
-fn text(machine: &dyn Machine, kernel: &Kernel) -> Result<Vec<u8>> {
-    let range = kernel.text();
-    let mut text = vec![0; (range.end.0 - range.start.0) as usize];
-    let stopped = machine.stop()?;
-    kernel.read_virt(machine.ram(), range.start, &mut text)?;
-    stopped.resume()?;
-    Ok(text)
-}
-
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [kernel, initrd, rounds, cmdline @ ..] = &arguments[..] else {
@@ -81,7 +71,7 @@ fn main() -> Result<()> {
     guest.wait_for("VMM-WORK-BEGIN", PATIENCE)?;
     let machine: &dyn Machine = &guest.vm;
     let region = MappedRegion::new(machine, &kernel)?;
-    let before = text(machine, &kernel)?;
+    let before = kernel_text(machine, &kernel)?;
 
     let mut total = 0;
     for round in 1..=rounds {
@@ -96,7 +86,7 @@ fn main() -> Result<()> {
         session.disarm()?;
         let (summary, result) = session.finish(&mut check);
         result?;
-        let after = text(machine, &kernel)?;
+        let after = kernel_text(machine, &kernel)?;
         let differences = before.iter().zip(&after).filter(|(a, b)| a != b).count();
         println!(
             "round {round} functions={} events={} lost={} late={} backwards={} stop_us={} \
