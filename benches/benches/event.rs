@@ -1,6 +1,7 @@
 //! The price of one traced call, and how fast rings are drained.
 
 use std::hint::black_box;
+use std::time::Instant;
 
 use benches::native::{NativeGuest, Pad};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
@@ -44,7 +45,7 @@ fn drain(criterion: &mut Criterion) {
                 reader.look(&window.memory);
                 while !reader.read(&window.memory, merger.incoming(), 1 << 16) {}
                 let mut count = 0;
-                merger.pass(reader.pending(), |_| count += 1);
+                merger.pass(reader.pending(), Instant::now(), |_| count += 1);
                 merger.finish(|_| count += 1);
                 assert_eq!((count, reader.lost()), (RECORDS, 0));
             },

@@ -26,6 +26,7 @@ mod program;
 mod session;
 mod wire;
 
+use std::collections::BTreeSet;
 use std::io::{self, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -140,6 +141,8 @@ pub enum LabError {
 pub struct Lab {
     kernel: PathBuf,
     initramfs: Initramfs,
+    /// Those that are in already; programs share most of them.
+    libraries: BTreeSet<PathBuf>,
     cpu: String,
     cpus: u32,
     memory_mib: u32,
@@ -157,6 +160,7 @@ impl Lab {
         Ok(Self {
             kernel: kernel.vmlinuz.clone(),
             initramfs,
+            libraries: BTreeSet::new(),
             cpu: LAB_CPU.to_owned(),
             cpus: 2,
             memory_mib: 2500,
@@ -202,8 +206,10 @@ impl Lab {
     /// The program or a library can't be read.
     pub fn program(mut self, host: &Path, path: &str) -> Result<Self, LabError> {
         for library in program::shared_libraries(host)? {
-            let at = library.display().to_string();
-            self.initramfs = self.initramfs.host_file(&library, &at)?;
+            if self.libraries.insert(library.clone()) {
+                let at = library.display().to_string();
+                self.initramfs = self.initramfs.host_file(&library, &at)?;
+            }
         }
         self.host_file(host, path)
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use crate::addr::{Gpa, Gva};
 use crate::arch::Arch;
 use crate::arch::paging::{AddressSpace, WalkError};
+use crate::machine::Registers;
 use crate::mem::{MemError, PhysMem};
 
 mod image;
@@ -180,14 +181,24 @@ impl Kernel {
         Ok(())
     }
 
-    /// Whether this kernel is still the one that runs: its own page tables map its text where it
-    /// was found, and its banner stands there. After a reboot or a kexec it is not, and no address
-    /// found by it means anything any more.
+    /// Whether this kernel is still there: its own page tables map its text where it was found, and
+    /// its banner stands there. Once it is not, no address found by it means anything any more.
+    ///
+    /// A reset clears no memory, so a kernel that does not run any more stays there until the next
+    /// one is loaded over it; [`Kernel::is_run_by`] tells.
     #[must_use]
     pub fn is_current(&self, ram: &dyn PhysMem) -> bool {
         let mapped = self.root.translate(ram, self.image.range.start);
         mapped == Ok(self.image.phys)
             && locate::read_banner(ram, &self.image, &self.symbols).as_ref() == Ok(&self.banner)
+    }
+
+    /// Whether the vCPU with these registers runs this kernel, or a process of it.
+    #[must_use]
+    pub fn is_run_by(&self, ram: &dyn PhysMem, registers: &Registers) -> bool {
+        let spaces = self.arch.address_spaces(registers).unwrap_or_default();
+        let begin = self.image.range.start;
+        spaces.iter().any(|space| space.translate(ram, begin) == Ok(self.image.phys))
     }
 
     fn variable<const N: usize>(

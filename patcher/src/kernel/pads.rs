@@ -127,7 +127,17 @@ impl Kernel {
     /// # Errors
     /// [`PadsError`].
     pub fn pads(&self, ram: &dyn PhysMem) -> Result<Pads, PadsError> {
-        let records = self.records(ram)?;
+        let mut records = self.records(ram)?;
+        // A kernel's records ascend already. One that lists them otherwise, or one of them twice,
+        // must not make us read its text over and over, nor list one pad as two sites.
+        records.sort_by_key(|record| record.ip);
+        records.dedup_by(|later, first| {
+            let same = later.ip == first.ip;
+            if same {
+                first.flags = first.flags | later.flags;
+            }
+            same
+        });
         let mut pads = Pads::default();
         pads.sites.reserve(records.len());
         let mut survey = Survey::new(self, ram);

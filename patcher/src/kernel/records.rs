@@ -30,6 +30,15 @@ pub(super) struct Record {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Flags(u64);
 
+impl std::ops::BitOr for Flags {
+    type Output = Self;
+
+    /// The flags of a record that is listed twice: it is in use if either is.
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
 impl Flags {
     const ENABLED: u64 = 1 << 31;
     const DISABLED: u64 = 1 << 25;
@@ -137,8 +146,7 @@ impl Kernel {
 
     /// Finds pages of records in RAM by what they hold.
     ///
-    /// A page that was one once may still look like one, so a record may turn up twice; it is in
-    /// use if it is by any of them.
+    /// A page that was one once may still look like one, so a record may turn up twice.
     fn scanned_records(&self, ram: &dyn PhysMem) -> Vec<Record> {
         let mut found = BTreeMap::new();
         let mut page = [0; PAGE as usize];
@@ -148,7 +156,7 @@ impl Kernel {
                 if ram.read(at, &mut page).is_ok() {
                     for record in self.records_in(ram, &page) {
                         let flags: &mut Flags = found.entry(record.ip).or_default();
-                        flags.0 |= record.flags.0;
+                        *flags = *flags | record.flags;
                     }
                 }
                 at = at + PAGE;
@@ -180,22 +188,19 @@ impl Kernel {
             ip == 0 || ip == last.0
         };
         let sound = records.iter().filter(|record| self.is_pad(ram, record)).count();
+        // That a pad is at the beginning of a function is not asked for here: kernels before 5.19 have
+        // whole pages of records of dead weak functions.
         if !rest.chunks_exact(RECORD).all(at_end) || sound * 10 < records.len() * 9 {
             records.clear();
         }
         records
     }
 
-    /// Whether there is a pad, in any state that is known, at the beginning of a function where
-    /// `record` says.
+    /// Whether there is a pad, in any state that is known, where `record` says.
     fn is_pad(&self, ram: &dyn PhysMem, record: &Record) -> bool {
-        let mut prefixes = self.arch.pad_prefixes().iter();
-        let offset = self.symbols.lookup(record.ip).map(|place| place.offset);
-        let at_entry = prefixes.any(|prefix| offset == Some(prefix.bytes.len() as u64));
         let mut bytes = vec![0; self.arch.pad_len()];
         let hook = self.symbols.address(self.arch.compiler_hook_symbol());
-        (at_entry || record.flags.disabled())
-            && self.read_virt(ram, record.ip, &mut bytes).is_ok()
+        self.read_virt(ram, record.ip, &mut bytes).is_ok()
             && self.arch.pad_state(record.ip, &bytes, hook) != PadState::Unknown
     }
 }

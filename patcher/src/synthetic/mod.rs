@@ -2,7 +2,7 @@
 //! ftrace records, page tables, and registers of vCPUs that run it.
 //!
 //! It is for tests and benches that need a guest's memory and no guest: everything that
-//! [`kernel`](crate::kernel) reads is there, and nothing ever executes it. Whatever a test wants
+//! [`kernel`] reads is there, and nothing ever executes it. Whatever a test wants
 //! otherwise it writes over with [`Guest::poke`].
 //!
 //! # Panics
@@ -226,8 +226,13 @@ impl Guest {
 
     /// Gives a symbol another name, of any length.
     pub fn rename_symbol(&mut self, name: &str, new: &str) {
+        self.change_symbol(name, |symbol| symbol.name = new.to_owned());
+    }
+
+    /// Changes a symbol; it must stay between its neighbours.
+    pub fn change_symbol(&mut self, name: &str, change: impl FnOnce(&mut SymbolSpec)) {
         let symbol = self.symbols.iter_mut().find(|symbol| symbol.name == name);
-        symbol.unwrap_or_else(|| panic!("no symbol {name}")).name = new.to_owned();
+        change(symbol.unwrap_or_else(|| panic!("no symbol {name}")));
         self.poke(self.at(KALLSYMS), &[0; (VARIABLES - KALLSYMS) as usize]);
         self.encode_symbols();
     }

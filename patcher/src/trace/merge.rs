@@ -8,6 +8,8 @@
 //! `p`, was reserved after the look of pass `p - 1` and is later than `seen[p - 2]`: nothing later
 //! than that is given out before it has been read, or its patience is at an end.
 
+use std::time::{Duration, Instant};
+
 use super::ring::RawRecord;
 
 /// Merges by time.
@@ -16,17 +18,16 @@ pub struct Merger {
     held: Vec<RawRecord>,
     /// `seen` of this pass and the two before it, latest first.
     seen: [u64; 3],
-    /// Nothing later than this is given out while a slot is pending, and how many passes it has
-    /// been pending for.
-    hold: Option<(u64, u32)>,
+    /// Nothing later than this is given out while a slot is pending, and since when one is.
+    hold: Option<(u64, Instant)>,
     last_out: u64,
     late: u64,
 }
 
-/// For how many passes later records wait for one that was reserved and is not written. Its writer
-/// was preempted within a few instructions; a guest that keeps a task off the CPU for longer than
-/// this gets its record out of order, and it is counted.
-const PATIENCE: u32 = 200;
+/// For how long later records wait for one that is reserved and not written. Its writer was preempted
+/// within a few instructions; a guest that keeps a task off the CPU for longer than this gets its
+/// record out of order, and it is counted.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Records held back at most, whatever they wait for: 128 MiB.
 const MAX_HELD: usize = 4 << 20;
@@ -38,17 +39,17 @@ impl Merger {
     }
 
     /// Ends a pass: all rings were read up to the heads that it began with, and `pending` slots are
-    /// reserved and not written. Gives out what no later record can precede, in order of time.
-    pub fn pass(&mut self, pending: usize, mut out: impl FnMut(&RawRecord)) {
+    /// reserved and not written. Gives out what no later record can precede, in order of time. `now`
+    /// is when the pass ends.
+    pub fn pass(&mut self, pending: usize, now: Instant, mut out: impl FnMut(&RawRecord)) {
         let latest = self.held.iter().map(|record| record.time).max().unwrap_or(0);
         self.seen = [latest.max(self.seen[0]), self.seen[0], self.seen[1]];
-        self.hold = match (pending, self.hold) {
-            (0, _) => None,
-            (_, None) => Some((self.seen[2], 1)),
-            (_, Some((until, passes))) => Some((until, passes + 1)),
+        self.hold = match pending {
+            0 => None,
+            _ => self.hold.or(Some((self.seen[2], now))),
         };
         let until = match self.hold {
-            Some((until, passes)) if passes <= PATIENCE && self.held.len() <= MAX_HELD => until,
+            Some((until, since)) if now - since <= PATIENCE && self.held.len() <= MAX_HELD => until,
             _ => self.seen[1],
         };
         self.give_out(until, &mut out);
@@ -89,9 +90,18 @@ mod tests {
     }
 
     fn pass(merger: &mut Merger, records: &[(u64, u16)], pending: usize) -> Vec<u64> {
+        pass_at(merger, records, pending, Instant::now())
+    }
+
+    fn pass_at(
+        merger: &mut Merger,
+        records: &[(u64, u16)],
+        pending: usize,
+        now: Instant,
+    ) -> Vec<u64> {
         merger.incoming().extend(records.iter().map(|(time, cpu)| record(*time, *cpu)));
         let mut out = Vec::new();
-        merger.pass(pending, |record| out.push(record.time));
+        merger.pass(pending, now, |record| out.push(record.time));
         out
     }
 
@@ -125,9 +135,12 @@ mod tests {
     #[test]
     fn a_writer_that_never_comes_does_not_hold_the_trace_for_ever() {
         let mut merger = Merger::default();
-        pass(&mut merger, &[(10, 0)], 1);
-        let out: Vec<u64> = (0..=PATIENCE).flat_map(|_| pass(&mut merger, &[], 1)).collect();
-        assert_eq!(out, [10]);
+        let begin = Instant::now();
+        pass_at(&mut merger, &[(10, 0)], 1, begin);
+        for _ in 0..1000 {
+            assert_eq!(pass_at(&mut merger, &[], 1, begin + PATIENCE), [] as [u64; 0]);
+        }
+        assert_eq!(pass_at(&mut merger, &[], 1, begin + 2 * PATIENCE), [10]);
         assert_eq!(pass(&mut merger, &[(5, 1)], 0), [5]);
         assert_eq!(merger.late(), 1);
     }

@@ -15,6 +15,8 @@ const ECX_HYPERVISOR: u32 = 1 << 31;
 const EDX_HTT: u32 = 1 << 28;
 /// Of leaf 7.0: five-level paging.
 const ECX_LA57: u32 = 1 << 16;
+/// The width of a linear address with four-level paging.
+const FOUR_LEVEL_BITS: u32 = 48;
 /// Of leaf 0x8000_0001.
 const ECX_SVM: u32 = 1 << 2;
 /// Of leaf 0x4000_0001: asynchronous page faults by interrupt, which storm on AMD hosts.
@@ -61,6 +63,10 @@ impl Model {
                 7 if entry.index == 0 && la57 == La57::Off => entry.ecx &= !ECX_LA57,
                 0x4000_0001 => entry.eax &= !KVM_FEATURE_ASYNC_PF_INT,
                 0x8000_0001 => entry.ecx &= !ECX_SVM,
+                // Linear address width, EAX 8-15.
+                0x8000_0008 if la57 == La57::Off && entry.eax >> 8 & 0xff > FOUR_LEVEL_BITS => {
+                    entry.eax = entry.eax & !0xff00 | FOUR_LEVEL_BITS << 8;
+                }
                 _ => {}
             }
         }
@@ -79,7 +85,8 @@ impl Model {
         let id_space = self.cpus.next_power_of_two();
         let id_bits = id_space.trailing_zeros();
         let mut entries = self.common.clone();
-        entries.retain(|entry| !matches!(entry.function, 0xb | 0x1f));
+        // Made anew below; and what there is to know of SVM, which the guest does not get.
+        entries.retain(|entry| !matches!(entry.function, 0xb | 0x1f | 0x8000_000a));
         for entry in &mut entries {
             match entry.function {
                 1 => {

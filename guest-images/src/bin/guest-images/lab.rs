@@ -170,9 +170,12 @@ impl RawTerminal {
         Some(Self { before })
     }
 
-    /// Rows and columns.
+    /// Rows and columns; those of the classic terminal if this one does not say.
     fn size(&self) -> (u16, u16) {
-        termios::tcgetwinsize(io::stdout()).map_or((24, 80), |size| (size.ws_row, size.ws_col))
+        match termios::tcgetwinsize(io::stdout()) {
+            Ok(size) if size.ws_row > 0 && size.ws_col > 0 => (size.ws_row, size.ws_col),
+            _ => (24, 80),
+        }
     }
 }
 

@@ -78,10 +78,21 @@ fn main() -> ExitCode {
     match run(Arguments::parse().command) {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
-            eprintln!("guest-images: {error:#}");
+            eprintln!("guest-images: {}", sentence(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes as one sentence; many an error names its cause already.
+fn sentence(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 /// Does what was asked for; the exit status.

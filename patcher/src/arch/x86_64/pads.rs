@@ -65,3 +65,74 @@ fn branch_target(at: Gva, bytes: [u8; LEN]) -> Gva {
     let [_, displacement @ ..] = bytes;
     at + LEN as u64 + i64::from(i32::from_le_bytes(displacement)) as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: Gva = Gva(0xffff_ffff_8123_4564);
+    const HOOK: Gva = Gva(0xffff_ffff_8106_f7c0);
+
+    #[test]
+    fn both_forms_that_kernels_write_are_idle() {
+        for bytes in [[0x0f, 0x1f, 0x44, 0x00, 0x00], [0x66, 0x66, 0x66, 0x66, 0x90]] {
+            assert_eq!(state(AT, &bytes, Some(HOOK)), PadState::Idle);
+        }
+    }
+
+    #[test]
+    fn a_call_is_the_compilers_or_the_guests_own_by_its_target() {
+        let hook = encode_call(AT, HOOK).unwrap();
+        assert_eq!(state(AT, &hook, Some(HOOK)), PadState::NotYet);
+        assert_eq!(state(AT, &hook, None), PadState::GuestEnabled { target: HOOK });
+        let target = Gva(0xffff_ffff_c020_1000);
+        let mut bytes = encode_call(AT, target).unwrap().to_vec();
+        assert_eq!(state(AT, &bytes, Some(HOOK)), PadState::GuestEnabled { target });
+        bytes[0] = 0xe9;
+        assert_eq!(state(AT, &bytes, Some(HOOK)), PadState::GuestEnabled { target });
+    }
+
+    #[test]
+    fn a_breakpoint_is_a_change_under_way_and_anything_else_is_unknown() {
+        assert_eq!(state(AT, &[0xcc, 0x1f, 0x44, 0x00, 0x00], None), PadState::Changing);
+        let others: [&[u8]; 5] = [
+            &[],
+            &[0x0f, 0x1f, 0x44, 0x00],
+            &[0x0f, 0x1f, 0x44, 0x00, 0x00, 0x90],
+            &[0x0f, 0x1f, 0x44, 0x00, 0x08],
+            &[0x90; 5],
+        ];
+        for bytes in others {
+            assert_eq!(state(AT, bytes, None), PadState::Unknown, "{bytes:02x?}");
+        }
+    }
+
+    #[test]
+    fn a_call_reaches_two_gibibytes_either_way_and_no_farther() {
+        let end = AT + LEN as u64;
+        for target in [end + 0x7fff_ffff, end - 0x8000_0000, AT] {
+            let bytes = encode_call(AT, target).unwrap();
+            assert_eq!(bytes[0], 0xe8);
+            assert_eq!(branch_target(AT, bytes[..].try_into().unwrap()), target);
+        }
+        for target in [end + 0x8000_0000, end - 0x8000_0001, Gva(0x7fff_0000_0000)] {
+            let error = encode_call(AT, target).unwrap_err();
+            assert_eq!(error, OutOfReach { from: AT, to: target, reach: 1 << 31 });
+        }
+    }
+
+    #[test]
+    fn a_call_is_what_a_disassembler_takes_it_for() {
+        use capstone::arch::BuildsCapstone as _;
+        let capstone = capstone::Capstone::new()
+            .x86()
+            .mode(capstone::arch::x86::ArchMode::Mode64)
+            .build()
+            .unwrap();
+        let bytes = encode_call(AT, HOOK).unwrap();
+        let disassembled = capstone.disasm_all(&bytes, AT.0).unwrap();
+        let [instruction] = &disassembled[..] else { panic!("{disassembled}") };
+        assert_eq!(instruction.mnemonic(), Some("call"));
+        assert_eq!(instruction.op_str(), Some(HOOK.to_string().as_str()));
+    }
+}

@@ -47,3 +47,39 @@ pub(super) fn count(text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
     }
     count
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT: Gva = Gva(0xffff_ffff_8100_0000);
+    const THUNK: Gva = Gva(0xffff_ffff_81c0_1ee0);
+
+    #[test]
+    fn returns_are_counted_by_form_and_chance_bytes_are_not() {
+        let mut text = vec![0x48, 0x89, 0xe5];
+        let jump_at = AT + text.len() as u64;
+        text.push(JMP);
+        text.extend((THUNK.0.wrapping_sub((jump_at + 5).0) as u32).to_le_bytes());
+        text.extend([RET, INT3, INT3, INT3, INT3]);
+        text.extend([RET, 0x0f, 0x1f, 0x44, 0x00, 0x00]);
+        // The middle of an instruction, and a jump within the function.
+        text.extend([0x48, 0x89, RET, 0x48, 0x85, 0xdb, JMP, 0x10, 0x00, 0x00, 0x00]);
+        let other = Gva(0xffff_ffff_81c0_2000);
+        assert_eq!(
+            count(&text, AT, &[other, THUNK]),
+            ReturnCount { plain: 2, through: vec![0, 1] }
+        );
+    }
+
+    #[test]
+    fn thunks_are_told_by_their_names() {
+        for name in ["__x86_return_thunk", "srso_alias_return_thunk", "its_return_thunk"] {
+            assert!(is_thunk(name), "{name}");
+        }
+        for name in ["__pfx_set_return_thunk", "__ksymtab___x86_return_thunk_", "return_to_handler"]
+        {
+            assert!(!is_thunk(name), "{name}");
+        }
+    }
+}

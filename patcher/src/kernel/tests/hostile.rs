@@ -78,6 +78,7 @@ fn ask_everything(kernel: &Kernel, ram: &dyn PhysMem) {
     let _ = kernel.cpu_number(ram);
     let _ = kernel.panicked(ram);
     let _ = kernel.is_current(ram);
+    let _ = kernel.is_run_by(ram, &Registers::X86_64(X86Registers::default()));
     let leaf = 2 << 20;
     let _ = super::super::plan_mapping(kernel, ram, (Gpa(1 << 32), leaf), (Gpa(2 << 32), leaf));
 }

@@ -70,6 +70,18 @@ fn a_kernel_that_was_replaced_is_not_current_any_more() {
     assert!(!kernel.is_current(&guest.ram));
 }
 
+#[test]
+fn a_vcpu_that_was_reset_does_not_run_the_kernel_that_is_still_there() {
+    for blueprint in every_kind() {
+        let guest = Guest::new(&blueprint);
+        let kernel = guest.kernel();
+        assert!(guest.registers.iter().all(|vcpu| kernel.is_run_by(&guest.ram, vcpu)));
+        let reset = Registers::X86_64(X86Registers { cr0: 0x6000_0010, ..Default::default() });
+        assert!(!kernel.is_run_by(&guest.ram, &reset));
+        assert!(kernel.is_current(&guest.ram));
+    }
+}
+
 fn not_yet(guest: &Guest, registers: &[Registers]) -> NotYet {
     match locate(&guest.ram, registers) {
         Ok(Located::NotYet(reason)) => reason,

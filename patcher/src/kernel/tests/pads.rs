@@ -139,13 +139,26 @@ fn text_that_the_kernel_does_not_map_where_the_image_has_it_is_refused() {
 
 #[test]
 fn a_pad_in_two_pages_is_refused() {
+    let mut guest = guest();
+    // The last function of a page, moved to where its pad does not fit any more.
+    let function = guest.functions[63].clone();
+    let crossing = function.entry + 0x3d;
+    assert_eq!(crossing.0 % 0x1000, 0xffd);
+    guest.change_symbol(&function.name, |symbol| symbol.address = crossing.0);
+    guest.poke_u64(guest.record_groups[0].records + 16 * 63, crossing.0);
+    assert_eq!(only_refusal(&guest, crossing), Refusal::CrossesPage);
+}
+
+#[test]
+fn a_record_that_is_listed_twice_is_one_pad_and_in_use_if_either_is() {
     let guest = guest();
-    let record = guest.record_groups[0].records + 16 * 63;
-    // The 64th function ends with its page; a pad of a function that began there would cross.
-    let crossing = guest.functions[0].entry + 0xffd;
-    guest.poke_u64(record, crossing.0);
-    let why = only_refusal(&guest, crossing);
-    assert_eq!(why, Refusal::DeadWeak, "no function begins there");
+    let records = guest.record_groups[0].records;
+    guest.poke_u64(records + 16 * 7, guest.functions[100].pad.0);
+    let sites = guest.kernel().pads(&guest.ram).unwrap().sites;
+    assert_eq!(sites.len(), guest.blueprint().functions - 1);
+    guest.poke_u64(records + 16 * 7 + 8, 1);
+    let why = only_refusal(&guest, guest.functions[100].pad);
+    assert_eq!(why, Refusal::GuestTraces { target: None });
 }
 
 #[test]

@@ -17,7 +17,7 @@ pub const CODE: u64 = 1 << 20;
 pub const COUNTERS: u64 = 2 << 20;
 
 /// How long anything that must happen may take: only a failure takes as long.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Counts in memory and does nothing else.
 ///

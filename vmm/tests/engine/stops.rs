@@ -96,8 +96,8 @@ fn text_written_in_a_stop_is_what_runs_afterwards() {
     });
     let vm = run(1, guest);
     for value in 0..200u8 {
-        let before = count(&vm, 0);
         let mut stopped = vm.stop().unwrap();
+        let before = count(&vm, 0);
         stopped.write_text(&[TextWrite { at: Gpa(CODE + 1), bytes: &[value] }]).unwrap();
         stopped.resume().unwrap();
         // One write may have been on its way with the old value; the next is new.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::toys::{CODE, COUNT, HALT, PATIENCE, console, hardware, run, wait_for_progress};
 use patcher::machine::Machine;
-use vmm::kvm::{BareGuest, GuestExit, Vm};
+use vmm::kvm::{BareGuest, Extension, GuestExit, KvmKind, Vm, probe};
 
 /// `mov $port, %dx; mov $value, %al; out %al, %dx; jmp .`
 fn write_once(port: u16, value: u8) -> Vec<u8> {
@@ -33,10 +33,11 @@ fn a_triple_fault_is_reported_with_the_place() {
     //  1  48 8b 04 25 000000d0      mov 0xffffffffd0000000, %rax
     let vm = run(1, BareGuest::new(&[0x90, 0x48, 0x8b, 0x04, 0x25, 0, 0, 0, 0xd0]));
     let exit = vm.wait(Some(PATIENCE)).unwrap();
-    let GuestExit::TripleFault { vcpu: 0, registers: Some(registers) } = &exit else {
-        panic!("{exit}");
-    };
-    assert_eq!(registers.rip, CODE + 1, "{exit}");
+    let GuestExit::TripleFault { vcpu: 0, registers } = &exit else { panic!("{exit}") };
+    // AMD's CPUs lose the registers; everywhere else the place is known.
+    let lost = probe() == KvmKind::Hardware(Extension::Svm);
+    let place = registers.as_ref().map(|registers| registers.rip);
+    assert_eq!(place, (!lost).then_some(CODE + 1), "{exit}");
     assert!(!exit.is_orderly());
 }
 

@@ -52,7 +52,7 @@ fn everything_typed_is_read_and_everything_printed_arrives_before_the_end_is_kno
     let vm = Vm::bare(&hardware(1), BareGuest::new(ECHO), console).unwrap();
     vm.start();
     // Much more than the queue and the UART's FIFO hold.
-    let mut typed: Vec<u8> = (1..=255).cycle().take(20_000).collect();
+    let mut typed: Vec<u8> = (1..=255).cycle().take(6000).collect();
     typed.push(0);
     let mut input = vm.console_input();
     let typist = {
