@@ -12,7 +12,7 @@ use patcher::machine::{Machine, StopError, TextWrite};
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Event, Sink};
-use tests::guest::{Transcript, complaints, kernel_text};
+use tests::guest::{Transcript, complaints, text};
 use tests::lab::{Trace, vmm};
 use vmm::devices::Console;
 use vmm::qemu::{GuestExit, Launch, Qemu, QemuError};
@@ -171,7 +171,7 @@ fn every_function_is_armed_and_put_back_byte_for_byte_while_the_guest_is_busy() 
     let kernel = wait_for_kernel(&qemu);
     wait_until("work", || transcript.text().contains("VMM-WORK-BEGIN"));
     let region = MappedRegion::new(&qemu, &kernel).unwrap();
-    let before = kernel_text(&qemu, &kernel).unwrap();
+    let before = text(&qemu, &kernel).unwrap();
     let mut events = 0;
     for _ in 0..3 {
         let selection = Selection::new(&kernel, &qemu, &Filter::default()).unwrap();
@@ -187,7 +187,7 @@ fn every_function_is_armed_and_put_back_byte_for_byte_while_the_guest_is_busy() 
         println!("{:?}: {} events, stops {:?}", armed, summary.events, summary.stops);
         assert_eq!(summary.reverted.unwrap().restored, armed.functions);
         assert_eq!(summary.corrupt, []);
-        assert!(kernel_text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
+        assert!(text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
         events += summary.events;
     }
     assert!(events > 0);

@@ -16,7 +16,7 @@ use patcher::machine::Machine;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Event, Sink};
-use tests::guest::{Guest, kernel_text};
+use tests::guest::{Guest, text};
 use vmm::kvm::{GuestExit, Hardware, LinuxBoot};
 
 /// How long a round stays armed.
@@ -67,11 +67,18 @@ fn main() -> Result<()> {
         cmdline: cmdline.join(" "),
     };
     let guest = Guest::boot(&hardware, &boot)?;
+    cycle(&guest, rounds).with_context(|| {
+        let exit = guest.vm.exit();
+        format!("the guest's end: {exit:?}; its console:\n{}", guest.transcript.text())
+    })
+}
+
+fn cycle(guest: &Guest, rounds: u32) -> Result<()> {
     let kernel = guest.kernel(PATIENCE)?;
     guest.wait_for("VMM-WORK-BEGIN", PATIENCE)?;
     let machine: &dyn Machine = &guest.vm;
     let region = MappedRegion::new(machine, &kernel)?;
-    let before = kernel_text(machine, &kernel)?;
+    let before = text(machine, &kernel)?;
 
     let mut total = 0;
     for round in 1..=rounds {
@@ -86,7 +93,7 @@ fn main() -> Result<()> {
         session.disarm()?;
         let (summary, result) = session.finish(&mut check);
         result?;
-        let after = kernel_text(machine, &kernel)?;
+        let after = text(machine, &kernel)?;
         let differences = before.iter().zip(&after).filter(|(a, b)| a != b).count();
         println!(
             "round {round} functions={} events={} lost={} late={} backwards={} stop_us={} \
