@@ -12,6 +12,7 @@ use crate::machine::Registers;
 use crate::region::RingLayout;
 
 pub mod paging;
+pub mod s390x;
 pub mod x86_64;
 
 use paging::AddressSpace;
@@ -34,7 +35,8 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// Why there is none yet, for a vCPU that has not come that far in its boot.
     fn address_spaces(&self, registers: &Registers) -> Result<Vec<AddressSpace>, Unpaged>;
 
-    /// The symbols that name the kernel's own root table, best first.
+    /// The symbols that name the kernel's own root table, best first; none where a vCPU's registers
+    /// hold the kernel's root at all times.
     fn kernel_root_symbols(&self) -> &'static [&'static str];
 
     /// Where the kernel's image may be mapped, and the alignment of its first byte.
@@ -83,6 +85,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// those that return through each of `thunks`.
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount;
 
+    /// Where every CPU finds its own number at the same fixed address, 32 bits; `None` where it is a
+    /// per-CPU variable.
+    fn fixed_cpu_number(&self) -> Option<i32> {
+        None
+    }
+
     /// The per-CPU variables that may hold a CPU's own number as 32 bits, most recent kernels
     /// first.
     fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
@@ -99,6 +107,7 @@ pub trait Arch: fmt::Debug + Send + Sync {
 pub fn of(registers: &Registers) -> &'static dyn Arch {
     match registers {
         Registers::X86_64(_) => &x86_64::X86_64,
+        Registers::S390x(_) => &s390x::S390X,
     }
 }
 
