@@ -158,8 +158,12 @@ pub struct S390xRegisters {
     pub psw_addr: u64,
     /// General registers.
     pub gprs: [u64; 16],
-    /// Control registers; number 13 holds the kernel's address-space-control element.
-    pub crs: [u64; 16],
+    /// Control register 1: the primary address space.
+    pub cr1: u64,
+    /// Control register 7: the secondary address space.
+    pub cr7: u64,
+    /// Control register 13: the home address space, which is the kernel's.
+    pub cr13: u64,
     /// Where this CPU's lowcore is in absolute memory, if the engine can tell.
     pub prefix: Option<u64>,
 }

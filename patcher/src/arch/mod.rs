@@ -55,6 +55,18 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// [`compiler_hook_symbol`](Arch::compiler_hook_symbol) where it is known.
     fn pad_state(&self, at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState;
 
+    /// Where the pad at `at`, which is idle, keeps the code that the guest's own tracing would enter;
+    /// `None` for a pad without any.
+    fn pad_slot(&self, _at: Gva, _bytes: &[u8]) -> Option<Gva> {
+        None
+    }
+
+    /// Whether `slot`, the first [`SLOT_LEN`] bytes of what [`pad_slot`](Arch::pad_slot) names,
+    /// belongs to the pad at `at`: bytes that only look like a pad have no slot that says so.
+    fn is_slot_of(&self, _at: Gva, _slot: &[u8; SLOT_LEN]) -> bool {
+        true
+    }
+
     /// The bytes that make the pad at `at` branch to `to` so that the code there can tell which
     /// pad it came from.
     ///
@@ -174,6 +186,9 @@ pub enum Unpaged {
     #[error("the registers belong to another architecture")]
     Foreign,
 }
+
+/// How many bytes of a pad's slot tell whose it is.
+pub const SLOT_LEN: usize = 16;
 
 /// The most bytes that [`PadBytes`] holds.
 pub const MAX_PAD: usize = 8;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::paging::AddressSpace;
 use super::{
     Access, Arch, ByteOrder, ImageWindow, Logger, OutOfReach, PadBytes, PadState, PerCpuVariable,
-    Prefix, ReturnCount, Unpaged,
+    Prefix, ReturnCount, SLOT_LEN, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -70,6 +70,14 @@ impl Arch for S390X {
 
     fn pad_state(&self, at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
         pads::state(at, bytes, hook)
+    }
+
+    fn pad_slot(&self, at: Gva, bytes: &[u8]) -> Option<Gva> {
+        pads::slot(at, bytes)
+    }
+
+    fn is_slot_of(&self, at: Gva, slot: &[u8; SLOT_LEN]) -> bool {
+        pads::is_slot_of(at, slot)
     }
 
     fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {

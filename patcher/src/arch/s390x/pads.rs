@@ -12,7 +12,7 @@
 //! A branch's displacement counts halfwords from the branch itself.
 
 use crate::addr::Gva;
-use crate::arch::{OutOfReach, PadBytes, PadState, Prefix};
+use crate::arch::{OutOfReach, PadBytes, PadState, Prefix, SLOT_LEN};
 
 /// A pad's length: one relative-long branch.
 pub(super) const LEN: usize = 6;
@@ -28,11 +28,35 @@ const CALL: [u8; 2] = [0xc0, 0x05];
 /// How far a relative-long branch reaches, in bytes.
 const REACH: u64 = 1 << 32;
 
+/// `brasl %r1`, with which a slot begins.
+const SLOT_CALL: [u8; 2] = [0xc0, 0x15];
+
+/// The slot that the idle pad `bytes` at `at` names.
+pub(super) fn slot(at: Gva, bytes: &[u8]) -> Option<Gva> {
+    match <[u8; LEN]>::try_from(bytes) {
+        Ok([_, _, 0, 0, 0, 0]) | Err(_) => None,
+        Ok([first, second, displacement @ ..]) => {
+            ([first, second] == BRANCH_NEVER).then(|| branch_target(at, displacement))
+        }
+    }
+}
+
+/// Whether `slot` (struct ftrace_hotpatch_trampoline of arch/s390/include/asm/ftrace.lds.h) leads
+/// back behind the pad at `at`.
+pub(super) fn is_slot_of(at: Gva, slot: &[u8; SLOT_LEN]) -> bool {
+    slot.starts_with(&SLOT_CALL) && slot[8..] == (at + LEN as u64).0.to_be_bytes()
+}
+
+/// Where a relative-long branch at `at` goes.
+fn branch_target(at: Gva, displacement: [u8; 4]) -> Gva {
+    at + (i64::from(i32::from_be_bytes(displacement)) * 2) as u64
+}
+
 pub(super) fn state(at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
     let Ok([first, second, displacement @ ..]) = <[u8; LEN]>::try_from(bytes) else {
         return PadState::Unknown;
     };
-    let target = at + (i64::from(i32::from_be_bytes(displacement)) * 2) as u64;
+    let target = branch_target(at, displacement);
     match [first, second] {
         BRANCH_NEVER => PadState::Idle,
         CALL if hook == Some(target) => PadState::NotYet,
@@ -83,6 +107,20 @@ mod tests {
         let target = AT - 0x100;
         assert_eq!(state(AT, &back, None), PadState::GuestEnabled { target });
         assert_eq!(state(AT, &back, Some(target)), PadState::NotYet);
+    }
+
+    #[test]
+    fn a_slot_belongs_to_the_pad_behind_which_it_leads() {
+        assert_eq!(slot(AT, &[0xc0, 0x04, 0, 0, 0, 0]), None);
+        assert_eq!(slot(AT, &[0xc0, 0xf4, 0, 0, 0, 0x80]), None);
+        assert_eq!(slot(AT, &[0xc0, 0x04, 0, 0, 0, 0x80]), Some(AT + 0x100));
+        let mut bytes = [0; SLOT_LEN];
+        bytes[..2].copy_from_slice(&[0xc0, 0x15]);
+        bytes[8..].copy_from_slice(&(AT + 6).0.to_be_bytes());
+        assert!(is_slot_of(AT, &bytes));
+        assert!(!is_slot_of(AT + 8, &bytes));
+        bytes[1] = 0x05;
+        assert!(!is_slot_of(AT, &bytes));
     }
 
     #[test]

@@ -99,7 +99,7 @@ static LEVELS_OF: [&[Level]; 4] =
 
 /// The address space of the kernel: control register 13, the home space.
 pub(super) fn address_spaces(registers: &S390xRegisters) -> Result<Vec<AddressSpace>, Unpaged> {
-    let asce = registers.crs[13];
+    let asce = registers.cr13;
     if registers.psw_mask & PSW_DAT == 0 || asce & ASCE_REAL != 0 {
         return Err(Unpaged::PagingOff);
     }
@@ -141,11 +141,8 @@ mod tests {
         put(0x2_0000 + 16, 7 << 20 | LARGE);
         put(0x3_0800 + 5 * 8, 0x5_5000 | PTE_READ_ONLY);
         put(0x3_0800 + 6 * 8, PTE_INVALID);
-        let registers = S390xRegisters {
-            psw_mask: PSW_DAT | PSW_64BIT,
-            crs: std::array::from_fn(|number| if number == 13 { 0x1_0007 } else { 0 }),
-            ..Default::default()
-        };
+        let registers =
+            S390xRegisters { psw_mask: PSW_DAT | PSW_64BIT, cr13: 0x1_0007, ..Default::default() };
         (ram, address_spaces(&registers).unwrap()[0])
     }
 
