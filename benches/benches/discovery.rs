@@ -6,8 +6,10 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use guest_images::Series;
 use patcher::addr::Gva;
 use patcher::kernel::{Located, locate};
+use patcher::machine::{Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError};
 use patcher::patch::{Patchset, Site};
 use tests::capture::Captured;
+use vm_memory::Bytes;
 
 fn discovery(criterion: &mut Criterion) {
     let guest = Captured::new(Series::V6_1, "max", "");
@@ -34,20 +36,60 @@ fn discovery(criterion: &mut Criterion) {
     });
 
     let trampoline = Gva(0xffff_ffff_be00_0000);
+    let plan = || {
+        let sites = pads.sites.iter().map(|site| Site {
+            function: (&*site.name).into(),
+            at: site.at,
+            gpa: site.gpa,
+            original: site.original,
+            replacement: kernel.arch().encode_branch(site.at, trampoline).expect("reach"),
+        });
+        Patchset::plan(sites.collect()).expect("a patchset")
+    };
     group.bench_function("plan all pads", |bencher| {
         bencher.iter(|| {
-            let sites = pads.sites.iter().map(|site| Site {
-                function: (&*site.name).into(),
-                at: site.at,
-                gpa: site.gpa,
-                original: site.original,
-                replacement: kernel.arch().encode_branch(site.at, trampoline).expect("reach"),
-            });
-            let patchset = Patchset::plan(sites.collect()).expect("a patchset");
+            let patchset = plan();
             black_box(patchset.prepare());
         });
     });
+
+    // What an arming stop does with the guest at a standstill, and the stop that puts it back.
+    let patchset = plan();
+    let mut stopped = Standstill(&guest);
+    group.bench_function("in the stops: compare, write, read back, put back", |bencher| {
+        let prepared = patchset.prepare();
+        bencher.iter(|| {
+            let verified = prepared.verify(&guest.ram, &mut stopped, 2).expect("as they were");
+            let applied = verified.apply().expect("they can be written");
+            let reverted = applied.prepare_revert().run(&guest.ram, &mut stopped);
+            assert_eq!(reverted.restored, pads.sites.len());
+        });
+    });
     group.finish();
+}
+
+/// A captured guest stands still by itself.
+struct Standstill<'a>(&'a Captured);
+
+impl Stopped for Standstill<'_> {
+    fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError> {
+        Ok(self.0.vcpus[vcpu])
+    }
+
+    fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
+        for (index, &TextWrite { at, bytes }) in writes.iter().enumerate() {
+            self.0.ram.write_slice(bytes, at.into()).map_err(|error| TextWriteError {
+                index,
+                at,
+                reason: error.to_string(),
+            })?;
+        }
+        Ok(())
+    }
+
+    fn resume(self: Box<Self>) -> Result<StopTimes, StopError> {
+        Ok(StopTimes::default())
+    }
 }
 
 criterion_group!(benches, discovery);

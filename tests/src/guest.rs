@@ -50,6 +50,19 @@ pub fn complaints(log: &str) -> Vec<String> {
         .collect()
 }
 
+/// The kernel's text, read in a stop.
+///
+/// # Errors
+/// The guest can't be stopped, or its text not be read.
+pub fn text(machine: &dyn Machine, kernel: &Kernel) -> Result<Vec<u8>> {
+    let range = kernel.text();
+    let mut text = vec![0; (range.end.0 - range.start.0) as usize];
+    let stopped = machine.stop()?;
+    kernel.read_virt(machine.ram(), range.start, &mut text)?;
+    stopped.resume()?;
+    Ok(text)
+}
+
 impl Write for Transcript {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);

@@ -68,8 +68,10 @@ impl Guest {
     fn check_cpu_numbers(&self, kernel: &Kernel) {
         let distance = kernel.cpu_number(&self.ram).unwrap();
         for (cpu, vcpu) in self.capture.vcpus.iter().enumerate() {
-            let in_user_mode = vcpu.cs & 3 == 3;
-            let base = if in_user_mode { vcpu.kernel_gs_base } else { vcpu.gs_base };
+            // Which of the two is the kernel's is not told by the privilege: a vCPU may stand between
+            // an entry and its SWAPGS. A process can't have a base in the kernel's half.
+            let bases = [vcpu.gs_base, vcpu.kernel_gs_base];
+            let base = *bases.iter().find(|base| **base >> 63 == 1).unwrap();
             let mut number = [0; 4];
             let at = Gva(base.wrapping_add_signed(distance.into()));
             kernel.read_virt(&self.ram, at, &mut number).unwrap();

@@ -7,11 +7,13 @@ mod support;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::ioctl_fionread;
+use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, Termios, tcgetattr};
@@ -52,35 +54,48 @@ fn run(folder: &Folder, code: &[u8]) -> Command {
     vmm(&["run", "--kernel", &kernel, "--memory", "128M", "--accel", "kvm"])
 }
 
-#[track_caller]
-fn ended(child: &mut Child) -> ExitStatus {
-    let begun = Instant::now();
-    loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            return status;
+/// The program, ended with the test if not before.
+struct Running(Child);
+
+impl Running {
+    fn start(command: &mut Command) -> Self {
+        Self(command.spawn().unwrap())
+    }
+
+    fn send(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).unwrap();
+    }
+
+    #[track_caller]
+    fn ended(&mut self) -> ExitStatus {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(begun.elapsed() < LONG, "the program did not end");
+            thread::sleep(Duration::from_millis(5));
         }
-        if begun.elapsed() > LONG {
-            // It may end in this moment; the test has failed either way.
-            let _ = child.kill();
-            panic!("the program did not end");
-        }
-        thread::sleep(Duration::from_millis(5));
+    }
+
+    /// Waits until the guest prints: the program handles signals by then.
+    fn wait_for_output(&mut self) {
+        let mut byte = [0];
+        self.0.stdout.as_mut().expect("it is a pipe").read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"A");
     }
 }
 
-fn send(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).unwrap();
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It has ended, unless the test fails.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// Waits until the program handles signals: the guest runs then, and prints.
-fn wait_for_output(child: &mut Child) {
-    let mut byte = [0];
-    child.stdout.as_mut().expect("it is a pipe").read_exact(&mut byte).unwrap();
-    assert_eq!(&byte, b"A");
 }
 
 #[test]
@@ -115,24 +130,55 @@ fn a_console_in_a_file_has_what_the_guest_printed() {
 fn signals_end_it_in_order_with_their_status() {
     let folder = Folder::new("signals");
     for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
-        let mut child = run(&folder, PRINT_FOR_EVER).stdout(Stdio::piped()).spawn().unwrap();
-        wait_for_output(&mut child);
-        send(&child, signal);
-        // Nobody reads any more: what the guest prints is in the way, and must not be.
-        assert_eq!(ended(&mut child).code(), Some(status));
+        let mut run = Running::start(run(&folder, PRINT_FOR_EVER).stdout(Stdio::piped()));
+        run.wait_for_output();
+        run.send(signal);
+        assert_eq!(run.ended().code(), Some(status));
+    }
+}
+
+/// Waits until nothing more goes into a pipe that is written to all the time. Its pages may be full
+/// only in part, so that no number of bytes tells.
+fn wait_until_full(pipe: &ChildStdout) {
+    let half = fcntl_getpipe_size(pipe).unwrap() as u64 / 2;
+    let (mut held, mut since, begun) = (0, Instant::now(), Instant::now());
+    while held < half || since.elapsed() < Duration::from_millis(500) {
+        assert!(begun.elapsed() < LONG, "the pipe does not fill");
+        thread::sleep(Duration::from_millis(5));
+        let holds = ioctl_fionread(pipe).unwrap();
+        if holds != held {
+            (held, since) = (holds, Instant::now());
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_takes_nothing_does_not_prevent_the_end_and_a_second_signal_hastens_it() {
+    let folder = Folder::new("stuck");
+    for (second, status) in [(None, 143), (Some(Signal::INT), 130)] {
+        let mut run = Running::start(run(&folder, PRINT_FOR_EVER).stdout(Stdio::piped()));
+        run.wait_for_output();
+        wait_until_full(run.0.stdout.as_ref().unwrap());
+        run.send(Signal::TERM);
+        if let Some(second) = second {
+            // The end in order waits two seconds for the reader.
+            thread::sleep(Duration::from_millis(100));
+            run.send(second);
+        }
+        assert_eq!(run.ended().code(), Some(status));
     }
 }
 
 #[test]
 fn a_reader_that_leaves_ends_it_well() {
     let folder = Folder::new("pipe");
-    let mut child =
-        run(&folder, PRINT_FOR_EVER).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    wait_for_output(&mut child);
-    drop(child.stdout.take());
-    let status = ended(&mut child);
+    let mut command = run(&folder, PRINT_FOR_EVER);
+    let mut run = Running::start(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+    run.wait_for_output();
+    drop(run.0.stdout.take());
+    let status = run.ended();
     let mut said = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    run.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert_eq!((status.code(), said), (Some(0), String::new()));
 }
 
@@ -148,15 +194,15 @@ fn a_trace_of_a_guest_that_ends_before_it_has_a_kernel_is_a_failure() {
 #[test]
 fn piped_input_reaches_the_guest_as_it_is() {
     let folder = Folder::new("piped");
-    let mut child =
-        run(&folder, ECHO).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut command = run(&folder, ECHO);
+    let mut run = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
     // Escapes are keys of people.
-    child.stdin.take().unwrap().write_all(b"hello \x01x").unwrap();
+    run.0.stdin.take().unwrap().write_all(b"hello \x01x").unwrap();
     let mut echoed = [0; 8];
-    child.stdout.as_mut().unwrap().read_exact(&mut echoed).unwrap();
+    run.0.stdout.as_mut().unwrap().read_exact(&mut echoed).unwrap();
     assert_eq!(&echoed, b"hello \x01x");
-    send(&child, Signal::TERM);
-    assert_eq!(ended(&mut child).code(), Some(143));
+    run.send(Signal::TERM);
+    assert_eq!(run.ended().code(), Some(143));
 }
 
 #[test]
@@ -171,7 +217,7 @@ fn closed_standard_streams_do_no_harm() {
 
 /// The program with a terminal of its own.
 struct OnTerminal {
-    child: Child,
+    program: Running,
     keys: File,
     terminal: File,
     before: Termios,
@@ -190,17 +236,10 @@ impl OnTerminal {
         let terminal = open();
         let before = tcgetattr(&terminal).unwrap();
         let command = run(folder, code);
-        let child = Command::new("setsid")
-            .arg("--ctty")
-            .arg(command.get_program())
-            .args(command.get_args())
-            .args(arguments)
-            .stdin(open())
-            .stdout(open())
-            .stderr(open())
-            .spawn()
-            .unwrap();
-        Self { child, keys: keys.into(), terminal, before }
+        let mut on_terminal = Command::new("setsid");
+        on_terminal.arg("--ctty").arg(command.get_program()).args(command.get_args());
+        on_terminal.args(arguments).stdin(open()).stdout(open()).stderr(open());
+        Self { program: Running::start(&mut on_terminal), keys: keys.into(), terminal, before }
     }
 
     fn is_raw(&self) -> bool {
@@ -246,7 +285,7 @@ fn on_a_terminal_keys_are_the_guests_but_for_the_escape() {
     run.keys.write_all(b"\x01h").unwrap();
     run.wait_for("Ctrl-a x  end the guest");
     run.keys.write_all(b"\x01x").unwrap();
-    assert_eq!(ended(&mut run.child).code(), Some(130));
+    assert_eq!(run.program.ended().code(), Some(130));
     run.is_as_before();
 }
 
@@ -256,16 +295,16 @@ fn the_terminal_is_as_before_after_every_signal() {
     for (signal, status) in [(Signal::TERM, 143), (Signal::INT, 130)] {
         let mut run = OnTerminal::run(&folder, SPIN, &[]);
         run.wait_until_raw();
-        send(&run.child, signal);
-        assert_eq!(ended(&mut run.child).code(), Some(status));
+        run.program.send(signal);
+        assert_eq!(run.program.ended().code(), Some(status));
         run.is_as_before();
     }
     for signal in [Signal::SEGV, Signal::BUS, Signal::ABORT, Signal::QUIT, Signal::ILL, Signal::FPE]
     {
         let mut run = OnTerminal::run(&folder, SPIN, &[]);
         run.wait_until_raw();
-        send(&run.child, signal);
-        assert_eq!(ended(&mut run.child).signal(), Some(signal.as_raw()), "{signal:?}");
+        run.program.send(signal);
+        assert_eq!(run.program.ended().signal(), Some(signal.as_raw()), "{signal:?}");
         run.is_as_before();
     }
 }
@@ -277,6 +316,6 @@ fn a_trace_on_the_terminal_leaves_it_alone_and_ctrl_c_ends_it() {
     run.wait_for("waiting for the guest's kernel");
     run.is_as_before();
     run.keys.write_all(b"\x03").unwrap();
-    assert_eq!(ended(&mut run.child).code(), Some(130));
+    assert_eq!(run.program.ended().code(), Some(130));
     run.is_as_before();
 }

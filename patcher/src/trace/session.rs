@@ -15,7 +15,7 @@ use crate::arch::{Logger, OutOfReach};
 use crate::kernel::{
     CpuNumberError, Kernel, MappedRegion, PadsError, Refused, ReturnFormError, Site,
 };
-use crate::machine::{Machine, StopError, StopTimes};
+use crate::machine::{Machine, StopError, StopTimes, Stopped};
 use crate::patch::{Applied, ApplyError, Patchset, PlanError, Reverted, VerifyError};
 use crate::region::RegionError;
 
@@ -304,7 +304,7 @@ impl<'m> Session<'m> {
                 }
                 Err(error) => return Err(error.into()),
             };
-            let reverted = if self.kernel.is_current(self.machine.ram()) {
+            let reverted = if is_ours(self.machine, self.kernel, &mut *stopped) {
                 revert.run(self.machine.ram(), &mut *stopped)
             } else {
                 Reverted::default()
@@ -424,6 +424,16 @@ fn apply(machine: &dyn Machine, patchset: &Patchset) -> Result<(Applied, Armed),
             Err(error) => retry(error)?,
         }
     }
+}
+
+/// Whether the guest still runs the kernel that was armed: its tables and its banner are in place, and
+/// some vCPU uses them. A warm reset leaves the former lie in RAM.
+fn is_ours(machine: &dyn Machine, kernel: &Kernel, stopped: &mut dyn Stopped) -> bool {
+    let ram = machine.ram();
+    kernel.is_current(ram)
+        && (0..machine.vcpus()).any(|vcpu| {
+            stopped.registers(vcpu).is_ok_and(|registers| kernel.is_run_by(ram, &registers))
+        })
 }
 
 /// Gives records to a sink until it fails.

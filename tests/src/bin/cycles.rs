@@ -11,12 +11,12 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use patcher::kernel::{Kernel, MappedRegion};
+use patcher::kernel::MappedRegion;
 use patcher::machine::Machine;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Event, Sink};
-use tests::guest::Guest;
+use tests::guest::{Guest, text};
 use vmm::kvm::{GuestExit, Hardware, LinuxBoot};
 
 /// How long a round stays armed.
@@ -52,16 +52,6 @@ impl Sink for Check {
     fn end(&mut self, _: u64, _: u64) -> io::Result<()> {
         Ok(())
     }
-}
-
-/// The kernel's text, read in a stop.
-fn text(machine: &dyn Machine, kernel: &Kernel) -> Result<Vec<u8>> {
-    let range = kernel.text();
-    let mut text = vec![0; (range.end.0 - range.start.0) as usize];
-    let stopped = machine.stop()?;
-    kernel.read_virt(machine.ram(), range.start, &mut text)?;
-    stopped.resume()?;
-    Ok(text)
 }
 
 fn main() -> Result<()> {

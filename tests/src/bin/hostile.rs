@@ -19,7 +19,7 @@ use patcher::patch::VerifyError;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{ArmError, Selection, Session};
 use patcher::trace::sink::FtraceText;
-use tests::guest::Guest;
+use tests::guest::{Guest, text};
 use vmm::devices::Console;
 use vmm::kvm::{Hardware, LinuxBoot, Vm};
 
@@ -59,16 +59,6 @@ fn main() -> Result<()> {
     spoilt_rings(&guest, &kernel, &region)?;
     println!("the guest was held at bay");
     Ok(())
-}
-
-/// The kernel's text, read in a stop.
-fn text(machine: &dyn Machine, kernel: &Kernel) -> Result<Vec<u8>> {
-    let range = kernel.text();
-    let mut text = vec![0; (range.end.0 - range.start.0) as usize];
-    let stopped = machine.stop()?;
-    kernel.read_virt(machine.ram(), range.start, &mut text)?;
-    stopped.resume()?;
-    Ok(text)
 }
 
 fn unknown_bytes(machine: &dyn Machine, kernel: &Kernel, region: &MappedRegion) -> Result<()> {
