@@ -17,7 +17,7 @@ check: ## format, lints, docs and unit tests: minutes
 	$(CARGO) test --workspace --lib --bins --quiet
 
 test: setup check ## everything, whole guests included
-	$(CARGO) test --workspace --tests --no-fail-fast -- --test-threads=1
+	$(CARGO) test --workspace --test '*' --no-fail-fast -- --test-threads=1
 	$(CARGO) test --workspace --doc --quiet
 
 demo: setup ## watch a stock kernel's functions being called

@@ -7,10 +7,10 @@ use tests::lab::{INITRD, Trace, VmmLab, guest_kernel, vmm_run};
 const CYCLES: &str = env!("CARGO_BIN_EXE_cycles");
 const HOSTILE: &str = env!("CARGO_BIN_EXE_hostile");
 
-/// Keeps both CPUs in the kernel, for as long as `rounds` of `cycles` take.
+/// Keeps both CPUs in the kernel for longer than `rounds` of `cycles` take, also on an idle machine.
 fn busy(rounds: u32) -> String {
-    let forks = 60 * rounds;
-    let reads = 5000 * rounds;
+    let forks = 400 + 120 * rounds;
+    let reads = 20_000 + 8000 * rounds;
     format!("vmm.work=forks:{forks}@0+proc-read:/proc/uptime:{reads}@1")
 }
 

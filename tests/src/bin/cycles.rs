@@ -67,6 +67,13 @@ fn main() -> Result<()> {
         cmdline: cmdline.join(" "),
     };
     let guest = Guest::boot(&hardware, &boot)?;
+    cycle(&guest, rounds).with_context(|| {
+        let exit = guest.vm.exit();
+        format!("the guest's end: {exit:?}; its console:\n{}", guest.transcript.text())
+    })
+}
+
+fn cycle(guest: &Guest, rounds: u32) -> Result<()> {
     let kernel = guest.kernel(PATIENCE)?;
     guest.wait_for("VMM-WORK-BEGIN", PATIENCE)?;
     let machine: &dyn Machine = &guest.vm;

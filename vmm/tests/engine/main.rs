@@ -1,5 +1,5 @@
 //! The KVM engine: bare guests on this host's KVM, whichever kind it is; and, in the nested lab,
-//! the same guests on KVM as hardware has it, and stock kernels.
+//! stock kernels on KVM as hardware has it.
 
 mod ends;
 mod lab;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use crate::toys::{
-    CODE, COUNT, HALT, PATIENCE, PORT, PortWrites, WRITE_PORT, console, count, hardware, run,
+    CODE, COUNT, HALT, PATIENCE, PORT, PortWrites, WRITE_PORT, console, count, hardware, run, stop,
     wait_for_progress, wait_until, x86,
 };
 use patcher::addr::Gpa;
@@ -76,7 +76,7 @@ fn kicks_are_not_lost_however_they_fall() {
         // Kicks fall everywhere between two exits, also while a vCPU leaves the stop before.
         delay = delay.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (0..delay >> 22).for_each(|_| std::hint::spin_loop());
-        vm.stop().unwrap().resume().unwrap();
+        stop(&vm).resume().unwrap();
     }
     (0..2).for_each(|vcpu| wait_for_progress(&vm, vcpu));
 }
@@ -326,7 +326,7 @@ fn a_vcpu_that_waits_for_a_stuck_console_can_be_stopped() {
         count(&vm, 0) + count(&vm, 1) == before && before > 0
     });
     for _ in 0..20 {
-        vm.stop().unwrap().resume().unwrap();
+        stop(&vm).resume().unwrap();
         vm.sample(1).unwrap();
     }
     drop(release);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use patcher::addr::Gpa;
-use patcher::machine::{Machine, Registers, X86Registers};
+use patcher::machine::{Machine, Registers, Stopped, X86Registers};
 use vmm::devices::Console;
 use vmm::kvm::{BareGuest, Hardware, Vm};
 
@@ -111,4 +111,9 @@ impl PortWrites {
     pub fn of(&self, vcpu: usize) -> u64 {
         self.0[vcpu].load(Ordering::SeqCst)
     }
+}
+
+/// Stops a guest that has no reason to be over; says how it ended if it is.
+pub fn stop(vm: &Vm) -> Box<dyn Stopped + '_> {
+    vm.stop().unwrap_or_else(|error| panic!("{error}: {:?}", vm.wait(Some(Duration::from_secs(5)))))
 }

@@ -282,3 +282,37 @@ impl<'k> PanicWatch<'k> {
 fn has_panicked(kernel: &Kernel, machine: &dyn Machine) -> bool {
     kernel.panicked(machine.ram()).is_ok_and(|cpu| cpu.is_some())
 }
+
+#[cfg(test)]
+mod tests {
+    use patcher::synthetic::{Blueprint, Guest};
+
+    use super::*;
+
+    fn wait_until_ready(guest: &Guest) -> Result<bool> {
+        let stop = AtomicBool::new(false);
+        let watcher = Watcher { machine: guest, stop: &stop, watched: Watched::default() };
+        watcher.wait_until_ready(&guest.kernel(), &mut Progress::new(false))
+    }
+
+    #[test]
+    fn a_kernel_without_pads_is_told_from_one_that_still_boots() {
+        let mut guest = Guest::new(&Blueprint::default());
+        assert!(wait_until_ready(&guest).unwrap());
+
+        // As a kernel without dynamic ftrace: neither the list of pads nor what would make it.
+        guest.rename_symbol("ftrace_pages_start", "something_else");
+        for group in guest.record_groups.clone() {
+            guest.poke(group.records, &vec![0; group.count * 16]);
+            guest.poke(group.descriptor, &[0; 24]);
+        }
+        let release = guest.kernel().release().to_owned();
+        assert_eq!(
+            wait_until_ready(&guest).unwrap_err().to_string(),
+            format!(
+                "the kernel {release} has no pads at its functions' entries: it is built without \
+                 CONFIG_DYNAMIC_FTRACE, so its functions can't be traced"
+            )
+        );
+    }
+}
