@@ -109,6 +109,8 @@ impl StopTimes {
 pub enum Registers {
     /// An x86_64 vCPU.
     X86_64(X86Registers),
+    /// An s390x vCPU.
+    S390x(S390xRegisters),
 }
 
 impl Registers {
@@ -117,6 +119,7 @@ impl Registers {
     pub fn pc(&self) -> u64 {
         match self {
             Registers::X86_64(x86) => x86.rip,
+            Registers::S390x(s390x) => s390x.psw_addr,
         }
     }
 }
@@ -144,6 +147,25 @@ pub struct X86Registers {
     pub gs_base: u64,
     /// The GS base that SWAPGS would bring in.
     pub kernel_gs_base: u64,
+}
+
+/// Registers of an s390x vCPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct S390xRegisters {
+    /// First half of the PSW; its bit 5 from the left is DAT.
+    pub psw_mask: u64,
+    /// Second half of the PSW: the address of the next instruction.
+    pub psw_addr: u64,
+    /// General registers.
+    pub gprs: [u64; 16],
+    /// Control register 1: the primary address space.
+    pub cr1: u64,
+    /// Control register 7: the secondary address space.
+    pub cr7: u64,
+    /// Control register 13: the home address space, which is the kernel's.
+    pub cr13: u64,
+    /// Where this CPU's lowcore is in absolute memory, if the engine can tell.
+    pub prefix: Option<u64>,
 }
 
 /// A guest could not be stopped, sampled or resumed.

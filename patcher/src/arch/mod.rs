@@ -12,6 +12,7 @@ use crate::machine::Registers;
 use crate::region::RingLayout;
 
 pub mod paging;
+pub mod s390x;
 pub mod x86_64;
 
 use paging::AddressSpace;
@@ -34,7 +35,8 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// Why there is none yet, for a vCPU that has not come that far in its boot.
     fn address_spaces(&self, registers: &Registers) -> Result<Vec<AddressSpace>, Unpaged>;
 
-    /// The symbols that name the kernel's own root table, best first.
+    /// The symbols that name the kernel's own root table, best first; none where a vCPU's registers
+    /// hold the kernel's root at all times.
     fn kernel_root_symbols(&self) -> &'static [&'static str];
 
     /// Where the kernel's image may be mapped, and the alignment of its first byte.
@@ -52,6 +54,18 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// What the bytes of the pad at `at` say. `hook` is the address of
     /// [`compiler_hook_symbol`](Arch::compiler_hook_symbol) where it is known.
     fn pad_state(&self, at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState;
+
+    /// Where the pad at `at`, which is idle, keeps the code that the guest's own tracing would enter;
+    /// `None` for a pad without any.
+    fn pad_slot(&self, _at: Gva, _bytes: &[u8]) -> Option<Gva> {
+        None
+    }
+
+    /// Whether `slot`, the first [`SLOT_LEN`] bytes of what [`pad_slot`](Arch::pad_slot) names,
+    /// belongs to the pad at `at`: bytes that only look like a pad have no slot that says so.
+    fn is_slot_of(&self, _at: Gva, _slot: &[u8; SLOT_LEN]) -> bool {
+        true
+    }
 
     /// The bytes that make the pad at `at` branch to `to` so that the code there can tell which
     /// pad it came from.
@@ -83,6 +97,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// those that return through each of `thunks`.
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount;
 
+    /// Where every CPU finds its own number at the same fixed address, 32 bits; `None` where it is a
+    /// per-CPU variable.
+    fn fixed_cpu_number(&self) -> Option<i32> {
+        None
+    }
+
     /// The per-CPU variables that may hold a CPU's own number as 32 bits, most recent kernels
     /// first.
     fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
@@ -99,6 +119,7 @@ pub trait Arch: fmt::Debug + Send + Sync {
 pub fn of(registers: &Registers) -> &'static dyn Arch {
     match registers {
         Registers::X86_64(_) => &x86_64::X86_64,
+        Registers::S390x(_) => &s390x::S390X,
     }
 }
 
@@ -165,6 +186,9 @@ pub enum Unpaged {
     #[error("the registers belong to another architecture")]
     Foreign,
 }
+
+/// How many bytes of a pad's slot tell whose it is.
+pub const SLOT_LEN: usize = 16;
 
 /// The most bytes that [`PadBytes`] holds.
 pub const MAX_PAD: usize = 8;

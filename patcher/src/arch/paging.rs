@@ -15,9 +15,10 @@ pub struct TableFormat {
     pub name: &'static str,
     /// How entries lie in memory.
     pub byte_order: ByteOrder,
-    /// How many low bits of a virtual address are translated; the bits above repeat the highest of
-    /// them.
+    /// How many low bits of a virtual address are translated.
     pub va_bits: u32,
+    /// Whether the bits above repeat the highest of them; they are zero if not.
+    pub sign_extended: bool,
     /// The levels, root first.
     pub levels: &'static [Level],
 }
@@ -39,6 +40,9 @@ pub struct Level {
     pub table_address: u64,
     /// The bits of a leaf that hold the page's address.
     pub leaf_address: u64,
+    /// What every valid non-leaf entry holds: its table's type and length, on architectures that
+    /// write them down.
+    pub table_type: Bits,
     /// Bits that are zero in every valid non-leaf entry.
     pub table_reserved: u64,
     /// Bits that are zero in every valid leaf.
@@ -55,6 +59,9 @@ pub struct Bits {
 }
 
 impl Bits {
+    /// The condition that every entry meets.
+    pub const ANY: Self = Self { mask: 0, value: 0 };
+
     /// Whether `entry` meets the condition.
     #[must_use]
     pub fn hold_in(self, entry: u64) -> bool {
@@ -159,7 +166,8 @@ impl AddressSpace {
             }
             let is_leaf = level.leaf.is_some_and(|leaf| leaf.hold_in(entry));
             let reserved = if is_leaf { level.leaf_reserved } else { level.table_reserved };
-            if entry & reserved != 0 || (!is_leaf && lower.is_empty()) {
+            let no_table = !is_leaf && (lower.is_empty() || !level.table_type.hold_in(entry));
+            if entry & reserved != 0 || no_table {
                 return Err(WalkError::Unsound { va, level: level.name, entry_at, entry });
             }
             if is_leaf {
@@ -183,9 +191,12 @@ impl AddressSpace {
 }
 
 impl TableFormat {
-    /// Whether the bits above [`va_bits`](TableFormat::va_bits) all repeat the highest bit below.
+    /// Whether the bits above [`va_bits`](TableFormat::va_bits) are as the format has them.
     fn is_canonical(&self, va: Gva) -> bool {
         let above = 64 - self.va_bits;
+        if !self.sign_extended {
+            return va.0 << above >> above == va.0;
+        }
         (((va.0 << above) as i64) >> above) as u64 == va.0
     }
 }

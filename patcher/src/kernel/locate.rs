@@ -129,10 +129,13 @@ fn locate_in(
         image.range.end = end;
     }
     let root_symbols = arch.kernel_root_symbols();
-    let root = root_symbols
-        .iter()
-        .find_map(|symbol| image.translate(symbols.address(symbol)?))
-        .ok_or(VariableError::NoSymbol { symbol: root_symbols[0] })?;
+    let root = match root_symbols {
+        [] => space.root,
+        [first, ..] => root_symbols
+            .iter()
+            .find_map(|symbol| image.translate(symbols.address(symbol)?))
+            .ok_or(VariableError::NoSymbol { symbol: first })?,
+    };
     let root = AddressSpace { root, format: space.format };
     if root.translate(ram, image.range.start) != Ok(image.phys) {
         return Ok(Located::NotYet(NotYet::NoRoot));

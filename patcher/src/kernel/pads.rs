@@ -6,7 +6,7 @@ use super::records::{Record, RecordsError};
 use super::{Kernel, PAGE};
 use crate::addr::{Gpa, Gva};
 use crate::arch::paging::{Leaf, WalkError};
-use crate::arch::{PadBytes, PadState, Prefix};
+use crate::arch::{PadBytes, PadState, Prefix, SLOT_LEN};
 use crate::mem::PhysMem;
 
 /// The pads of a kernel at one moment.
@@ -217,7 +217,11 @@ impl<'a> Survey<'a> {
         let prefix = prefixes.iter().find(|prefix| prefix.bytes == before);
         let before = PadBytes::new(before);
 
-        let why = match self.kernel.arch.pad_state(at, &original, self.hook) {
+        let state = match self.kernel.arch.pad_state(at, &original, self.hook) {
+            PadState::Idle if !self.has_sound_slot(at, &original) => PadState::Unknown,
+            state => state,
+        };
+        let why = match state {
             PadState::Idle if record.flags.in_use() => Refusal::GuestTraces { target: None },
             PadState::Idle => match prefix {
                 Some(prefix) => return Ok(Site { name, function, at, gpa, prefix, original }),
@@ -229,6 +233,14 @@ impl<'a> Survey<'a> {
             PadState::Unknown => Refusal::UnknownBytes { found: original },
         };
         refused(name, why)
+    }
+
+    /// Whether the idle pad at `at` has no slot, or one that is its own.
+    fn has_sound_slot(&self, at: Gva, pad: &[u8]) -> bool {
+        let Some(slot_at) = self.kernel.arch.pad_slot(at, pad) else { return true };
+        let mut slot = [0; SLOT_LEN];
+        self.kernel.read_virt(self.ram, slot_at, &mut slot).is_ok()
+            && self.kernel.arch.is_slot_of(at, &slot)
     }
 
     /// The `len` bytes of text at `at`, a few at most.

@@ -162,6 +162,9 @@ impl Kernel {
     /// # Errors
     /// [`CpuNumberError`].
     pub fn cpu_number(&self, ram: &dyn PhysMem) -> Result<i32, CpuNumberError> {
+        if let Some(address) = self.arch.fixed_cpu_number() {
+            return Ok(address);
+        }
         let cpus = self.variable_u32(ram, "nr_cpu_ids")?;
         if !(1..=MAX_CPUS).contains(&cpus) {
             return Err(CpuNumberError::Absurd { count: cpus });

@@ -36,7 +36,7 @@ impl Arch for X86_64 {
     }
 
     fn address_spaces(&self, registers: &Registers) -> Result<Vec<AddressSpace>, Unpaged> {
-        let Registers::X86_64(registers) = registers;
+        let Registers::X86_64(registers) = registers else { return Err(Unpaged::Foreign) };
         paging::address_spaces(registers)
     }
 

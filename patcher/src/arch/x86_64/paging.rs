@@ -44,6 +44,7 @@ const fn table_level(name: &'static str, shift: u32, leaf: Option<Bits>) -> Leve
         leaf,
         table_address: ADDRESS,
         leaf_address: ADDRESS & !below_page,
+        table_type: Bits::ANY,
         table_reserved: PAGE_SIZE,
         leaf_reserved: below_page & !0x1fff,
     }
@@ -54,6 +55,7 @@ pub static FOUR_LEVELS: TableFormat = TableFormat {
     name: "x86_64 4-level",
     byte_order: ByteOrder::Little,
     va_bits: 48,
+    sign_extended: true,
     levels: LEVELS.split_at(1).1,
 };
 
@@ -62,6 +64,7 @@ pub static FIVE_LEVELS: TableFormat = TableFormat {
     name: "x86_64 5-level",
     byte_order: ByteOrder::Little,
     va_bits: 57,
+    sign_extended: true,
     levels: &LEVELS,
 };
 

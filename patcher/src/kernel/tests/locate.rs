@@ -92,7 +92,7 @@ fn not_yet(guest: &Guest, registers: &[Registers]) -> NotYet {
 #[test]
 fn a_guest_that_has_not_reached_its_kernel_says_how_far_it_is() {
     let guest = guest();
-    let Registers::X86_64(running) = guest.registers[0];
+    let Registers::X86_64(running) = guest.registers[0] else { panic!("an x86_64 guest") };
     let real = Registers::X86_64(X86Registers { cr0: 0x10, ..X86Registers::default() });
     let compatible = Registers::X86_64(X86Registers { efer: 0, ..running });
     // Firmware that maps low memory only.

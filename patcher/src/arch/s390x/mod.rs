@@ -1,0 +1,126 @@
+//! s390x guests.
+
+use std::ops::Range;
+
+use super::paging::AddressSpace;
+use super::{
+    Access, Arch, ByteOrder, ImageWindow, Logger, OutOfReach, PadBytes, PadState, PerCpuVariable,
+    Prefix, ReturnCount, SLOT_LEN, Unpaged,
+};
+use crate::addr::{Gpa, Gva};
+use crate::machine::Registers;
+
+mod pads;
+pub mod paging;
+mod trampoline;
+
+/// The s390x architecture.
+#[derive(Debug)]
+pub struct S390X;
+
+/// Where every CPU's lowcore has the CPU's number: `cpu_nr` of struct lowcore
+/// (arch/s390/include/asm/lowcore.h), at this address in 6.1, 6.12 and 7.2.
+const LOWCORE_CPU_NR: i32 = 0x3a0;
+
+/// Where the image of a kernel that was not moved begins.
+const DEFAULT_BASE: Gva = Gva(0x10_0000);
+
+/// How far the region begins below the kernel's text: the end of the area of modules, which the
+/// kernel fills from its beginning.
+const BELOW_TEXT: u64 = 64 << 20;
+
+impl Arch for S390X {
+    fn name(&self) -> &'static str {
+        "s390x"
+    }
+
+    fn byte_order(&self) -> ByteOrder {
+        ByteOrder::Big
+    }
+
+    fn address_spaces(&self, registers: &Registers) -> Result<Vec<AddressSpace>, Unpaged> {
+        let Registers::S390x(registers) = registers else { return Err(Unpaged::Foreign) };
+        paging::address_spaces(registers)
+    }
+
+    fn kernel_root_symbols(&self) -> &'static [&'static str] {
+        // Control register 13 holds the kernel's own root, whatever process the vCPU runs.
+        &[]
+    }
+
+    fn image_window(&self) -> ImageWindow {
+        ImageWindow {
+            range: DEFAULT_BASE..Gva(1 << 53),
+            align: paging::SEGMENT,
+            default_base: DEFAULT_BASE,
+        }
+    }
+
+    fn pad_len(&self) -> usize {
+        pads::LEN
+    }
+
+    fn pad_prefixes(&self) -> &'static [Prefix] {
+        &pads::PREFIXES
+    }
+
+    fn compiler_hook_symbol(&self) -> &'static str {
+        "__fentry__"
+    }
+
+    fn pad_state(&self, at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
+        pads::state(at, bytes, hook)
+    }
+
+    fn pad_slot(&self, at: Gva, bytes: &[u8]) -> Option<Gva> {
+        pads::slot(at, bytes)
+    }
+
+    fn is_slot_of(&self, at: Gva, slot: &[u8; SLOT_LEN]) -> bool {
+        pads::is_slot_of(at, slot)
+    }
+
+    fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_call(at, to)
+    }
+
+    fn region_window(&self, image: &Range<Gva>, _relocatable: bool) -> Range<Gva> {
+        image.start - BELOW_TEXT.min(image.start.0)..image.start
+    }
+
+    fn region_leaf_size(&self) -> u64 {
+        paging::PAGE
+    }
+
+    fn region_leaf(&self, _text_leaf: u64, gpa: Gpa, access: Access) -> u64 {
+        paging::region_leaf(gpa, access)
+    }
+
+    fn is_return_thunk(&self, _name: &str) -> bool {
+        // `br` through an expoline is for the guest's own branches; the trampoline's register is
+        // not one that user space chose.
+        false
+    }
+
+    fn return_thunk_variable(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn count_returns(&self, text: &[u8], _at: Gva, thunks: &[Gva]) -> ReturnCount {
+        // br %r14
+        let plain = text.chunks_exact(2).filter(|parcel| *parcel == [0x07, 0xfe]).count();
+        ReturnCount { plain, through: vec![0; thunks.len()] }
+    }
+
+    fn fixed_cpu_number(&self) -> Option<i32> {
+        Some(LOWCORE_CPU_NR)
+    }
+
+    fn cpu_number_variables(&self) -> &'static [PerCpuVariable] {
+        &[]
+    }
+
+    fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
+        trampoline::assemble(logger, at)
+    }
+}

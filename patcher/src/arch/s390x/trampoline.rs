@@ -1,0 +1,160 @@
+//! The code that a traced s390x function calls: it writes one ring record and returns.
+//!
+//! A site's pad becomes `brasl %r0` to this code, so `%r0` holds the address behind the pad and
+//! `%r14` still that of the caller. `%r0`, `%r1` and the condition code are free at a function's
+//! entry (the guest's own ftrace changes them too); `%r2` to `%r4` are kept in the register save
+//! area that every caller provides. As on other architectures the slot is reserved first, by one
+//! interlocked instruction, then the clock is read, and the sequence number is stored last: this
+//! processor keeps stores in order.
+
+use super::pads::halfwords;
+use crate::addr::Gva;
+use crate::arch::{Logger, OutOfReach};
+use crate::region::{HEADER_BYTES, RECORD_BYTES};
+
+/// The code, to be placed at `at`.
+///
+/// # Errors
+/// The rings are not within 4 GiB of `at`, or the CPU's number is not within 512 KiB of address 0.
+pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
+    let rings = &logger.rings;
+    let [number_low, number_high] = displacement(logger.cpu_number).ok_or(OutOfReach {
+        from: Gva(0),
+        to: Gva(i64::from(logger.cpu_number).cast_unsigned()),
+        reach: 1 << 19,
+    })?;
+    let shift = |factor: u64| factor.trailing_zeros() as u8;
+
+    let mut code = Vec::with_capacity(128);
+    code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x24]); // stmg %r2,%r4,16(%r15)
+
+    // Reserve: %r2 = CPU, %r3 = index of the record in that CPU's ring.
+    code.extend([0xe3, 0x20]);
+    code.extend(number_low.to_be_bytes());
+    code.extend([number_high as u8, 0x16]); //            llgf %r2,cpu_nr
+    load_address(&mut code, at, rings.headers())?; //     larl %r1,headers
+    code.extend([0xeb, 0x32, 0x00, shift(HEADER_BYTES), 0x00, 0x0d]); // sllg %r3,%r2,log2(header)
+    code.extend([0xb9, 0x08, 0x00, 0x13]); //             agr %r1,%r3
+    code.extend([0xa7, 0x39, 0x00, 0x01]); //             lghi %r3,1
+    code.extend([0xeb, 0x33, 0x10, 0x00, 0x00, 0xe8]); // laag %r3,%r3,0(%r1)
+
+    // %r1 = the slot.
+    load_address(&mut code, at, rings.slots())?; //       larl %r1,slots
+    code.extend([0xeb, 0x22, 0x00, rings.ring_shift(), 0x00, 0x0d]); // sllg %r2,%r2,log2(ring)
+    code.extend([0xb9, 0x08, 0x00, 0x12]); //             agr %r1,%r2
+    code.extend([0xb9, 0x16, 0x00, 0x43]); //             llgfr %r4,%r3
+    code.extend([0xc0, 0x4b]);
+    code.extend(rings.index_mask().to_be_bytes()); //     nilf %r4,slots - 1
+    code.extend([0xeb, 0x44, 0x00, shift(RECORD_BYTES), 0x00, 0x0d]); // sllg %r4,%r4,log2(record)
+    code.extend([0xb9, 0x08, 0x00, 0x14]); //             agr %r1,%r4
+
+    if logger.clock {
+        code.extend([0xb2, 0x7c, 0x10, 0x00]); //         stckf 0(%r1)
+    } else {
+        code.extend([0xe5, 0x48, 0x10, 0x00, 0x00, 0x00]); // mvghi 0(%r1),0
+    }
+    code.extend([0x50, 0x00, 0x10, 0x08]); //             st %r0,8(%r1)         function
+    code.extend([0x50, 0xe0, 0x10, 0x0c]); //             st %r14,12(%r1)       caller
+    code.extend([0xa7, 0x3b, 0x00, 0x01]); //             aghi %r3,1
+    code.extend([0xe3, 0x30, 0x10, 0x18, 0x00, 0x24]); // stg %r3,24(%r1)       sequence
+
+    code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
+    code.extend([0xb9, 0x04, 0x00, 0x10]); //             lgr %r1,%r0: `br %r0` branches nowhere
+    code.extend([0x07, 0xf1]); //                         br %r1
+    Ok(code)
+}
+
+/// Appends `larl %r1,to`.
+fn load_address(code: &mut Vec<u8>, at: Gva, to: Gva) -> Result<(), OutOfReach> {
+    let displacement = halfwords(at + code.len() as u64, to)?;
+    code.extend([0xc0, 0x10]);
+    code.extend(displacement);
+    Ok(())
+}
+
+/// A signed 20-bit displacement as an instruction holds it: its low 12 bits, then its high 8.
+fn displacement(value: i32) -> Option<[u16; 2]> {
+    let high = i8::try_from(value >> 12).ok()?.cast_unsigned();
+    Some([(value & 0xfff) as u16, high.into()])
+}
+
+#[cfg(test)]
+mod tests {
+    use capstone::prelude::*;
+
+    use super::*;
+    use crate::arch::ReturnForm;
+    use crate::region::RingLayout;
+
+    const AT: Gva = Gva(0x3ff_fa8f_8000);
+
+    fn logger(base: Gva) -> Logger {
+        Logger {
+            cpu_number: 0x3a0,
+            rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
+            clock: true,
+            returns: ReturnForm::Plain,
+        }
+    }
+
+    fn listing(code: &[u8]) -> Vec<String> {
+        let capstone =
+            Capstone::new().sysz().mode(arch::sysz::ArchMode::Default).build().expect("capstone");
+        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
+        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
+        assert_eq!(decoded, code.len(), "the code decodes to its end");
+        instructions
+            .iter()
+            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()))
+            .collect()
+    }
+
+    #[test]
+    fn the_code_is_what_its_comments_say() {
+        let base = AT + (2 << 20);
+        let code = assemble(&logger(base), AT).unwrap();
+        assert_eq!(
+            listing(&code),
+            [
+                "stmg %r2, %r4, 0x10(%r15)",
+                "llgf %r2, 0x3a0",
+                "larl %r1, 0x3fffaaf8000",
+                "sllg %r3, %r2, 7",
+                "agr %r1, %r3",
+                "lghi %r3, 1",
+                "laag %r3, %r3, 0(%r1)",
+                "larl %r1, 0x3fffab08000",
+                "sllg %r2, %r2, 0x19",
+                "agr %r1, %r2",
+                "llgfr %r4, %r3",
+                "nilf %r4, 0xfffff",
+                "sllg %r4, %r4, 5",
+                "agr %r1, %r4",
+                "stckf 0(%r1)",
+                "st %r0, 8(%r1)",
+                "st %r14, 0xc(%r1)",
+                "aghi %r3, 1",
+                "stg %r3, 0x18(%r1)",
+                "lmg %r2, %r4, 0x10(%r15)",
+                "lgr %r1, %r0",
+                "br %r1",
+            ]
+        );
+    }
+
+    #[test]
+    fn without_a_clock_the_time_is_zero() {
+        let mut logger = logger(AT + (2 << 20));
+        logger.clock = false;
+        let code = assemble(&logger, AT).unwrap();
+        assert!(listing(&code).contains(&"mvghi 0(%r1), 0".to_owned()));
+    }
+
+    #[test]
+    fn what_no_instruction_can_reach_is_refused() {
+        let far = AT + (8 << 30);
+        assert_eq!(assemble(&logger(far), AT).unwrap_err().to, far);
+        let number = Logger { cpu_number: 1 << 20, ..logger(AT + (2 << 20)) };
+        assert_eq!(assemble(&number, AT).unwrap_err().to, Gva(1 << 20));
+    }
+}
