@@ -398,7 +398,7 @@ mod tests {
         });
         let reader = console.ends().input;
         input.write_all(b"xyz").unwrap();
-        assert_eq!(reader.take().as_deref(), Some(&b"xyz"[..]));
+        assert_eq!(reader.take().as_deref(), Some(&b"bxyz"[..]), "behind what was typed before");
         console.close_input();
         assert_eq!(reader.take(), None);
         assert_eq!(input.write(b"c").unwrap_err().kind(), io::ErrorKind::BrokenPipe);
