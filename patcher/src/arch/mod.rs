@@ -113,12 +113,13 @@ pub trait Arch: fmt::Debug + Send + Sync {
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
 }
 
-/// The architecture that these registers belong to.
+/// The architecture that these registers belong to, if its kernels can be looked at.
 #[must_use]
-pub fn of(registers: &Registers) -> &'static dyn Arch {
+pub fn of(registers: &Registers) -> Option<&'static dyn Arch> {
     match registers {
-        Registers::X86_64(_) => &x86_64::X86_64,
-        Registers::S390x(_) => &s390x::S390X,
+        Registers::X86_64(_) => Some(&x86_64::X86_64),
+        Registers::S390x(_) => Some(&s390x::S390X),
+        Registers::Aarch64(_) => None,
     }
 }
 
