@@ -97,23 +97,26 @@ pub fn build(options: &Options, rings: Option<u64>, console: Console) -> Result<
     let host = Architecture::host();
     let arch =
         options.arch.or(host).context("this host's architecture is none of guests; say --arch")?;
-    let engine = match options.accel {
-        Accel::Tcg => Engine::Qemu(Accelerator::Tcg),
-        Accel::Kvm if Some(arch) == host => Engine::Kvm,
+    let (engine, why) = match options.accel {
+        Accel::Tcg => (Engine::Qemu(Accelerator::Tcg), None),
+        Accel::Kvm if Some(arch) == host => (Engine::Kvm, None),
         Accel::Kvm => bail!(
             "a guest of {arch} can't run under the KVM of this {} host; use --accel tcg",
             std::env::consts::ARCH
         ),
         Accel::Auto => {
             let (engine, why) = choose(arch, host, kvm::probe);
-            say(why);
-            engine
+            (engine, Some(why))
         }
     };
-    match engine {
+    let guest = match engine {
         Engine::Kvm => under_kvm(options, rings, console),
         Engine::Qemu(accelerator) => under_qemu(options, arch, accelerator, rings, console),
+    }?;
+    if let Some(why) = why {
+        say(why);
     }
+    Ok(guest)
 }
 
 /// The engine for a guest of `arch` on a host of `host`, and why.
