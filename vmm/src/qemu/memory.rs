@@ -68,13 +68,14 @@ impl Layout {
     }
 
     /// The guest-physical ranges of the RAM that the guest is told of.
-    fn told_ranges(&self) -> Vec<Range<u64>> {
-        match self.hole {
+    fn told_ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        let ranges = match self.hole {
             Some(Hole { start, end, .. }) if self.told > start => {
-                vec![0..start, end..end + (self.told - start)]
+                [Some(0..start), Some(end..end + (self.told - start))]
             }
-            _ => vec![self.base..self.base + self.told],
-        }
+            _ => [Some(self.base..self.base + self.told), None],
+        };
+        ranges.into_iter().flatten()
     }
 
     /// The guest-physical address behind the RAM that the guest is told of.
@@ -123,7 +124,7 @@ impl Memory {
             GuestRegionMmap::new(mapping, GuestAddress(at))
                 .ok_or_else(|| io::Error::other("memory would end above the last address"))
         };
-        let told = layout.told_ranges().into_iter();
+        let told = layout.told_ranges();
         let ram = told
             .map(|range| (range.start, range.end - range.start))
             .map(map)
