@@ -13,12 +13,12 @@ use crate::patch::Site;
 #[derive(Debug)]
 pub struct Names<'k> {
     kernel: &'k Kernel,
-    /// The half that kernel addresses in records lack.
-    high_half: u64,
+    /// The half that callers in records lack; `None` where they are whole.
+    high_half: Option<u64>,
     functions: Vec<(Arc<str>, u64)>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
-    callers: FxHashMap<u32, Arc<str>>,
+    callers: FxHashMap<u64, Arc<str>>,
 }
 
 /// Callers remembered at most: a guest that writes records of its own can name four thousand million.
@@ -31,7 +31,8 @@ impl<'k> Names<'k> {
         let key = |site: &Site| (site.at + site.original.len() as u64).0 as u32;
         Self {
             kernel,
-            high_half: kernel.text().start.0 & !u64::from(u32::MAX),
+            high_half: (!kernel.arch().records_whole_callers())
+                .then(|| kernel.text().start.0 & !u64::from(u32::MAX)),
             functions: sites.iter().map(|site| (Arc::clone(&site.function), 0)).collect(),
             by_ip: sites.iter().map(key).zip(0..).collect(),
             callers: FxHashMap::default(),
@@ -50,9 +51,13 @@ impl<'k> Names<'k> {
         if self.callers.len() >= MAX_CALLERS {
             self.callers.clear();
         }
-        let (kernel, high_half) = (self.kernel, self.high_half);
-        let caller = self.callers.entry(record.parent).or_insert_with(|| {
-            let address = Gva(high_half | u64::from(record.parent));
+        let kernel = self.kernel;
+        let parent = match self.high_half {
+            Some(high) => high | record.parent & u64::from(u32::MAX),
+            None => record.parent,
+        };
+        let caller = self.callers.entry(parent).or_insert_with(|| {
+            let address = Gva(parent);
             match kernel.symbols().lookup(address) {
                 Some(place) if kernel.image().range.contains(&address) => place.symbol.name.into(),
                 _ => format!("{address}").into(),

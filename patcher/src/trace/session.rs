@@ -216,7 +216,7 @@ impl<'m> Session<'m> {
 
         let rings = machine.region_rings();
         let readers = (0..region.rings().cpus())
-            .map(|cpu| RingReader::new(&rings.memory, region.rings(), cpu))
+            .map(|cpu| RingReader::new(&rings.memory, region.rings(), cpu, arch.byte_order()))
             .collect::<Result<Vec<_>, _>>()?;
         let (applied, armed) = apply(machine, &patchset)?;
         let session = Self {
