@@ -533,7 +533,8 @@ mod tests {
         assert!(reader.read(&window, &mut records, 50));
         let times: Vec<u64> = records.iter().map(|record| record.time).collect();
         assert_eq!(times, [1000, 1001, 1002]);
-        let first = RawRecord { time: 1000, cpu: 1, ip: 0x10_0006, parent: 0x3ff_7fd0_1234 };
+        let first =
+            RawRecord { time: 1000, index: 0, cpu: 1, ip: 0x10_0006, parent: 0x3ff_7fd0_1234 };
         assert_eq!(records[0], first);
     }
 
