@@ -90,6 +90,9 @@ impl<'m, S> Tracer<'m, S> {
         let trampoline = region.code().place(&machine.region_code(), |at| {
             arch.assemble_logger(at, &logger).map_err(ArmError::from)
         })?;
+        if let Some(journal) = machine.journal() {
+            journal.note_code(region.code().used())?;
+        }
         Ok(Self {
             machine,
             kernel,
