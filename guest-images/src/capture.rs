@@ -18,15 +18,7 @@
 //! vcpu 1 …
 //! ```
 //!
-//! A vCPU's registers are, all of them on each line:
-//!
-//! | architecture | registers |
-//! |---|---|
-//! | x86_64 | `rip rsp rflags cs cr0 cr3 cr4 efer gs_base kernel_gs_base` |
-//! | s390x | `pswm pswa r0`…`r15 cr0 cr1 cr7 cr13 prefix` |
-//! | aarch64 | `pc sp cpsr sp_el0 ttbr0_el1 ttbr1_el1 tcr_el1 sctlr_el1 mair_el1 tpidr_el1` |
-//!
-//! RAM begins at guest-physical address 0 on x86_64 and s390x, and at 0x40000000 on aarch64.
+//! A vCPU's line has all the registers of its architecture that [`VcpuRegisters`] lists. RAM begins at guest-physical address 0 on x86_64 and s390x, and at 0x40000000 on aarch64.
 //!
 //! Beside it: `ram.bin` (all RAM; sparse), `kallsyms` (the whole of /proc/kallsyms, with the
 //! symbols of modules), `aff` (the whole of available_filter_functions), `modules` (/proc/modules)

@@ -68,8 +68,13 @@ pub(crate) fn of(architecture: Architecture) -> &'static [Register] {
     }
 }
 
-/// The registers of a vCPU, by the names that the architectures' manuals give them, in small
-/// letters: [`capture`](fn@crate::capture) has the list.
+/// The registers of a vCPU, by name:
+///
+/// | architecture | registers |
+/// |---|---|
+/// | x86_64 | `rip rsp rflags cs cr0 cr3 cr4 efer gs_base kernel_gs_base` |
+/// | s390x | `pswm pswa` (the PSW's halves) `r0`…`r15 cr0 cr1 cr7 cr13 prefix` |
+/// | aarch64 | `pc sp cpsr sp_el0 ttbr0_el1 ttbr1_el1 tcr_el1 sctlr_el1 mair_el1 tpidr_el1` |
 #[derive(Clone, PartialEq, Eq)]
 pub struct VcpuRegisters {
     architecture: Architecture,
