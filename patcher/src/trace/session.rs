@@ -1,6 +1,7 @@
 //! One tracing session: functions are chosen, armed in one stop, drained, and put back.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::io;
 use std::sync::Arc;
 use std::thread;
@@ -198,18 +199,26 @@ impl<'m> Session<'m> {
             cpu_number: kernel.cpu_number(ram)?,
             rings: region.rings(),
             clock: true,
+            resume: 0,
             returns: kernel.return_form(ram)?,
         };
-        let trampoline = region.code().place(&machine.region_code(), |at| {
-            arch.assemble_logger(at, &logger).map_err(ArmError::OutOfReach)
-        })?;
+        // One trampoline for each distance at which functions go on; most kernels know only one.
+        let mut trampolines = BTreeMap::new();
+        for resume in selection.sites.iter().map(|site| site.layout.resume) {
+            if let Entry::Vacant(vacant) = trampolines.entry(resume) {
+                vacant.insert(region.code().place(&machine.region_code(), |at| {
+                    let logger = Logger { resume, ..logger };
+                    arch.assemble_logger(at, &logger).map_err(ArmError::OutOfReach)
+                })?);
+            }
+        }
         let sites = selection.sites.iter().map(|site| {
             Ok(crate::patch::Site {
                 function: Arc::from(&*site.name),
                 at: site.at,
                 gpa: site.gpa,
                 original: site.original,
-                replacement: arch.encode_branch(site.at, trampoline)?,
+                replacement: arch.encode_branch(site.at, trampolines[&site.layout.resume])?,
             })
         });
         let patchset = Patchset::plan(sites.collect::<Result<_, OutOfReach>>()?)?;
