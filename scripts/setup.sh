@@ -14,12 +14,17 @@ qemu_needed=8.1
 
 packages=(
     gcc libc6-dev make       # the Rust toolchain's linker; the programs that run inside guests
-    busybox-static           # the guests' user space
+    gcc-s390x-linux-gnu libc6-dev-s390x-cross    # the same programs for guests of other
+    gcc-aarch64-linux-gnu libc6-dev-arm64-cross  # architectures
+    busybox-static           # the guests' user space; that of other architectures is fetched with
+                             # their kernels
     kmod xz-utils zstd lz4   # module dependencies, packed modules, packed kernels
     cpio                     # lists archives in tests, as an independent reader
     debian-archive-keyring   # signatures of the suites that kernels come from
     ca-certificates
 )
+
+qemu_packages=(qemu-system-x86 qemu-system-s390x qemu-system-arm)
 
 say() { echo "setup: $*" >&2; }
 die() { echo "setup: $*" >&2; exit 1; }
@@ -30,19 +35,21 @@ version_of() { dpkg-query --show --showformat='${Version}' "$1" 2>/dev/null || t
 new_enough() { [ -n "$1" ] && dpkg --compare-versions "$1" ge "1:$qemu_needed"; }
 
 command -v apt-get >/dev/null && command -v dpkg-query >/dev/null ||
-    die "this script knows Debian only; install QEMU $qemu_needed or newer for x86_64, gcc, busybox (static), kmod, xz, zstd and cpio by hand"
+    die "this script knows Debian only; install QEMU $qemu_needed or newer for x86_64, s390x and aarch64, gcc for the same three, busybox (static), kmod, xz, zstd and cpio by hand"
 
 missing=()
 for package in "${packages[@]}"; do
     installed "$package" || missing+=("$package")
 done
-qemu_ok=no
-if new_enough "$(version_of qemu-system-x86)"; then qemu_ok=yes; fi
-if [ ${#missing[@]} -eq 0 ] && [ $qemu_ok = yes ]; then exit 0; fi
+qemu_missing=()
+for package in "${qemu_packages[@]}"; do
+    new_enough "$(version_of "$package")" || qemu_missing+=("$package")
+done
+if [ ${#missing[@]} -eq 0 ] && [ ${#qemu_missing[@]} -eq 0 ]; then exit 0; fi
 
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
-    command -v sudo >/dev/null || die "run this as root, or install sudo: packages are missing (${missing[*]} qemu-system-x86)"
+    command -v sudo >/dev/null || die "run this as root, or install sudo: packages are missing (${missing[*]} ${qemu_missing[*]})"
     as_root=(sudo)
 fi
 apt() { "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -o Dpkg::Use-Pty=0 "$@"; }
@@ -63,11 +70,16 @@ if [ ${#missing[@]} -gt 0 ]; then
     install "${missing[@]}"
 fi
 
-if [ $qemu_ok = no ]; then
-    candidate=$(apt-cache policy qemu-system-x86 | sed -n 's/^ *Candidate: //p')
-    if new_enough "$candidate"; then
-        say "installing QEMU $candidate"
-        install qemu-system-x86
+if [ ${#qemu_missing[@]} -gt 0 ]; then
+    # What is missing is not installed, or too old: its candidate is what the sources serve.
+    own_sources=yes
+    for package in "${qemu_missing[@]}"; do
+        candidate=$(apt-cache policy "$package" | sed -n 's/^ *Candidate: //p')
+        new_enough "${candidate/(none)/}" || own_sources=no
+    done
+    if [ $own_sources = yes ]; then
+        say "installing ${qemu_missing[*]} $candidate"
+        install "${qemu_missing[@]}"
     else
         codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
         [ -n "$codename" ] || die "/etc/os-release names no release, so its backports cannot be found; install QEMU $qemu_needed or newer by hand"
@@ -88,13 +100,15 @@ if [ $qemu_ok = no ]; then
             -o APT::Sandbox::User=root
             -o Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false
         )
-        say "installing QEMU from $codename-backports: $codename has ${candidate:-none}, $qemu_needed or newer is needed"
+        say "installing QEMU from $codename-backports: $codename has none that is $qemu_needed or newer"
         apt "${options[@]}" update >&2
-        apt "${options[@]}" install -y --no-install-recommends -t "$codename-backports" qemu-system-x86 >&2
+        apt "${options[@]}" install -y --no-install-recommends -t "$codename-backports" "${qemu_missing[@]}" >&2
         "${as_root[@]}" rm -rf "$own"
     fi
 fi
 
-new_enough "$(version_of qemu-system-x86)" ||
-    die "QEMU is $(version_of qemu-system-x86) after the installation, and $qemu_needed or newer is needed; upgrade qemu-system-x86 by hand"
+for package in "${qemu_packages[@]}"; do
+    new_enough "$(version_of "$package")" ||
+        die "$package is $(version_of "$package") after the installation, and $qemu_needed or newer is needed; upgrade it by hand"
+done
 say "done"

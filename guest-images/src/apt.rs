@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
+use crate::architecture::Architecture;
 use crate::cache::{Cache, CacheError};
 use crate::command::{CommandError, command, output};
 
@@ -95,6 +96,7 @@ fn mirror(label: &'static str) -> Result<String, AptError> {
 pub(crate) struct Repository {
     /// Holds this suite's sources, lists and package cache.
     directory: PathBuf,
+    /// Debian's name of it.
     architecture: &'static str,
 }
 
@@ -104,8 +106,9 @@ impl Repository {
     pub(crate) fn open(
         cache: &Cache,
         suite: Suite,
-        architecture: &'static str,
+        architecture: Architecture,
     ) -> Result<Self, AptError> {
+        let architecture = architecture.debian();
         let name = format!("apt/{}-{architecture}", suite.name());
         let _lock = cache.lock(&name)?;
         let repository = Self { directory: cache.directory(&name)?, architecture };
@@ -147,20 +150,21 @@ impl Repository {
         Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
-    /// Downloads and verifies one package; the path of its file in `directory`.
+    /// Downloads and verifies one package, the newest without a version; the path of its file in
+    /// `directory`.
     pub(crate) fn download(
         &self,
         package: &str,
-        version: &str,
+        version: Option<&str>,
         directory: &Path,
     ) -> Result<PathBuf, AptError> {
         fs::create_dir_all(directory)
             .map_err(CacheError::during("create the directory", directory))?;
-        output(
-            self.apt("apt-get")
-                .current_dir(directory)
-                .args(["download", &format!("{package}={version}")]),
-        )?;
+        let wanted = match version {
+            Some(version) => format!("{package}={version}"),
+            None => package.to_owned(),
+        };
+        output(self.apt("apt-get").current_dir(directory).args(["download", &wanted]))?;
         find_package(directory, package).map_err(CacheError::during("list", directory))?.ok_or_else(
             || AptError::NoFile { package: package.to_owned(), directory: directory.to_owned() },
         )

@@ -310,11 +310,13 @@ fn parse_vcpu(line: &str) -> Option<VcpuRegisters> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::architecture::Architecture;
     use crate::index::Series;
 
     fn kernel() -> Kernel {
         Kernel {
             release: "6.1.0-1-test".to_owned(),
+            architecture: Architecture::X86_64,
             series: Series::V6_1,
             vmlinuz: PathBuf::new(),
             config: None,

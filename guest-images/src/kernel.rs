@@ -6,24 +6,20 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use crate::apt::{AptError, Repository, Suite};
+use crate::architecture::Architecture;
 use crate::cache::{Cache, CacheError};
 use crate::command::{CommandError, command, output};
 use crate::index::{Candidate, Series, candidates, compare_releases};
-
-/// Debian's name of the processor architecture.
-const ARCHITECTURE: &str = "amd64";
-
-/// The flavour: Debian's kernel for virtual machines, which boots twice as fast as the generic one
-/// and packs smaller.
-const FLAVOUR: &str = "cloud-amd64";
 
 /// A stock kernel could not be had.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
     /// No suite serves a kernel of the series, or none of those served could be downloaded.
-    #[error("no stock kernel {series} could be had: {reasons}")]
+    #[error("no stock kernel {series} for {architecture} could be had: {reasons}")]
     Unavailable {
+        /// What it was wanted for.
+        architecture: Architecture,
         /// The series.
         series: Series,
         /// What went wrong with each suite and package, in the order tried.
@@ -61,9 +57,13 @@ pub enum KernelError {
 pub struct Kernel {
     /// As `uname -r` prints it.
     pub release: String,
+    /// What it runs on.
+    pub architecture: Architecture,
     /// The series that it belongs to.
     pub series: Series,
-    /// The bootable image, as the distribution ships it.
+    /// The bootable image, as the distribution ships it: of x86_64 a bzImage, of s390x the image
+    /// with its own loader, of aarch64 an `Image` that is not packed. QEMU boots each with
+    /// `-kernel`.
     pub vmlinuz: PathBuf,
     /// The build configuration, if the distribution still serves it.
     pub config: Option<PathBuf>,
@@ -79,12 +79,21 @@ pub struct Module {
     path: PathBuf,
 }
 
-/// The newest kernel of that series in the cache, or else the newest that Debian serves.
+/// The newest x86_64 kernel of that series in the cache, or else the newest that Debian serves.
 ///
 /// # Errors
 /// As [`Kernel::find`].
 pub fn kernel(series: Series) -> Result<Kernel, KernelError> {
-    Kernel::find(&Cache::locate(), series)
+    kernel_for(Architecture::X86_64, series)
+}
+
+/// The newest kernel of that architecture and series in the cache, or else the newest that Debian
+/// serves.
+///
+/// # Errors
+/// As [`Kernel::find`].
+pub fn kernel_for(architecture: Architecture, series: Series) -> Result<Kernel, KernelError> {
+    Kernel::find(&Cache::locate(), architecture, series)
 }
 
 impl Kernel {
@@ -93,17 +102,21 @@ impl Kernel {
     ///
     /// # Errors
     /// No kernel of the series can be had, or the cache can't be used.
-    pub fn find(cache: &Cache, series: Series) -> Result<Self, KernelError> {
+    pub fn find(
+        cache: &Cache,
+        architecture: Architecture,
+        series: Series,
+    ) -> Result<Self, KernelError> {
         // One lock for look-up and download, so that two processes that ask for the same series
         // get the same kernel.
-        let _lock = cache.lock(&format!("series/{series}"))?;
-        if let Some(release) = newest_cached(cache, series)? {
-            return Self::open(cache, series, &release);
+        let _lock = cache.lock(&format!("series/{architecture}-{series}"))?;
+        if let Some(release) = newest_cached(cache, architecture, series)? {
+            return Self::open(cache, architecture, series, &release);
         }
         let mut reasons = Vec::new();
         let mut found = Vec::new();
-        for suite in suites(series) {
-            match Self::served(cache, *suite, series) {
+        for suite in suites(architecture, series) {
+            match Self::served(cache, *suite, architecture, series) {
                 Ok(served) => found.extend(served),
                 Err(error) => reasons.push(format!("{}: {error}", suite.name())),
             }
@@ -111,35 +124,46 @@ impl Kernel {
         found.sort_by(|(_, a), (_, b)| compare_releases(&b.release, &a.release));
         for (repository, candidate) in found {
             match download(cache, &repository, &candidate) {
-                Ok(()) => return Self::open(cache, series, &candidate.release),
+                Ok(()) => return Self::open(cache, architecture, series, &candidate.release),
                 Err(error) => reasons.push(format!("{}: {error}", candidate.release)),
             }
         }
         if reasons.is_empty() {
-            let suites: Vec<&str> = suites(series).iter().map(|suite| suite.name()).collect();
-            reasons.push(format!("none is served in {}", suites.join(", ")));
+            let suites: Vec<&str> =
+                suites(architecture, series).iter().map(|suite| suite.name()).collect();
+            reasons.push(match suites.as_slice() {
+                [] => "no suite has any".to_owned(),
+                suites => format!("none is served in {}", suites.join(", ")),
+            });
         }
-        Err(KernelError::Unavailable { series, reasons: reasons.join("; ") })
+        Err(KernelError::Unavailable { architecture, series, reasons: reasons.join("; ") })
     }
 
     fn served(
         cache: &Cache,
         suite: Suite,
+        architecture: Architecture,
         series: Series,
     ) -> Result<Vec<(Rc<Repository>, Candidate)>, AptError> {
-        let repository = Rc::new(Repository::open(cache, suite, ARCHITECTURE)?);
+        let repository = Rc::new(Repository::open(cache, suite, architecture)?);
         let index = repository.index()?;
-        Ok(candidates(&index, series, FLAVOUR)
+        Ok(candidates(&index, series, architecture.flavour())
             .into_iter()
             .map(|candidate| (repository.clone(), candidate))
             .collect())
     }
 
-    fn open(cache: &Cache, series: Series, release: &str) -> Result<Self, KernelError> {
+    fn open(
+        cache: &Cache,
+        architecture: Architecture,
+        series: Series,
+        release: &str,
+    ) -> Result<Self, KernelError> {
         let directory = cache.directory(&entry_name(release))?;
         let config = directory.join("config");
         Ok(Self {
             release: release.to_owned(),
+            architecture,
             series,
             vmlinuz: directory.join("vmlinuz"),
             config: config.exists().then_some(config),
@@ -211,8 +235,14 @@ impl Module {
 }
 
 /// Where kernels of a series are looked for, the likeliest first.
-fn suites(series: Series) -> &'static [Suite] {
+fn suites(architecture: Architecture, series: Series) -> &'static [Suite] {
     match series {
+        // Debian 11 is served for it no more, and trixie-backports only with indexes that fail
+        // their own checksums.
+        Series::V5_10 | Series::V6_18 if architecture == Architecture::S390x => &[],
+        Series::V7 if architecture == Architecture::S390x => {
+            &[Suite::Main("forky"), Suite::Main("sid")]
+        }
         Series::V5_10 => &[Suite::Main("bullseye"), Suite::Security("bullseye-security")],
         Series::V6_1 => &[Suite::Security("bookworm-security"), Suite::Main("bookworm")],
         Series::V6_12 => &[
@@ -229,12 +259,17 @@ fn entry_name(release: &str) -> String {
     format!("kernels/{release}")
 }
 
-fn newest_cached(cache: &Cache, series: Series) -> Result<Option<String>, CacheError> {
+fn newest_cached(
+    cache: &Cache,
+    architecture: Architecture,
+    series: Series,
+) -> Result<Option<String>, CacheError> {
+    let flavour = format!("-{}", architecture.flavour());
     let directory = cache.directory("kernels")?;
     let entries = fs::read_dir(&directory).map_err(CacheError::during("list", &directory))?;
     Ok(entries
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|release| series.contains(release))
+        .filter(|release| series.contains(release) && release.ends_with(&flavour))
         .max_by(|a, b| compare_releases(a, b)))
 }
 
@@ -246,7 +281,7 @@ fn download(
     cache.entry::<KernelError>(&entry_name(&candidate.release), |staging| {
         let unpacked = staging.join("unpacked");
         for package in &candidate.packages {
-            let file = repository.download(&package.name, &package.version, staging)?;
+            let file = repository.download(&package.name, Some(&package.version), staging)?;
             output(command("dpkg-deb", ["--extract"]).args([&file, &unpacked]))?;
             fs::remove_file(&file).map_err(CacheError::during("remove", &file))?;
         }
@@ -301,6 +336,7 @@ mod tests {
         fs::write(directory.path().join("modules.builtin"), built_in).unwrap();
         let kernel = Kernel {
             release: "6.1.0-1-test".to_owned(),
+            architecture: Architecture::X86_64,
             series: Series::V6_1,
             vmlinuz: PathBuf::new(),
             config: None,

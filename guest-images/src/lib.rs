@@ -5,6 +5,7 @@
 //! and later ones do not.
 
 mod apt;
+mod architecture;
 mod cache;
 mod capture;
 mod command;
@@ -18,6 +19,7 @@ mod lab;
 mod qemu;
 
 pub use apt::AptError;
+pub use architecture::{Architecture, UnknownArchitecture};
 pub use cache::{Cache, CacheError};
 pub use capture::{Capture, CaptureError, CaptureOptions, capture, capture_in};
 pub use command::CommandError;
@@ -26,6 +28,6 @@ pub use cpio::{Archive, FileTooLarge};
 pub use gdb::VcpuRegisters;
 pub use index::{Series, UnknownSeries};
 pub use initramfs::{Initramfs, InitramfsError};
-pub use kernel::{Kernel, KernelError, Module, kernel};
+pub use kernel::{Kernel, KernelError, Module, kernel, kernel_for};
 pub use lab::{Event, Input, LAB_CPU, Lab, LabError, Outcome, RunningLab, Session};
 pub use qemu::{Qemu, QemuError, QemuOptions};

@@ -10,18 +10,21 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
+use crate::architecture::Architecture;
 use crate::console::Console;
-
-/// The program.
-const QEMU: &str = "qemu-system-x86_64";
 
 /// A guest under QEMU could not be started or did not end as it should.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QemuError {
     /// QEMU could not be started.
-    #[error("cannot start {QEMU}: {0}; scripts/setup.sh installs it")]
-    Start(io::Error),
+    #[error("cannot start {program}: {source}; scripts/setup.sh installs it")]
+    Start {
+        /// The program.
+        program: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
     /// A file for it could not be made.
     #[error("cannot make files for a guest in {}: {source}", path.display())]
     Files {
@@ -31,7 +34,7 @@ pub enum QemuError {
         source: io::Error,
     },
     /// Waiting for QEMU's end failed.
-    #[error("cannot wait for {QEMU}: {0}")]
+    #[error("cannot wait for QEMU's end: {0}")]
     Wait(io::Error),
     /// The guest did not end.
     #[error("the guest did not end within {} s; its console's last lines are: {tail}", waited.as_secs())]
@@ -49,6 +52,8 @@ pub enum QemuError {
 /// A guest to be started. Its console is the first serial port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QemuOptions {
+    /// What the guest's processors are.
+    pub architecture: Architecture,
     /// The kernel's image.
     pub kernel: PathBuf,
     /// The initramfs, as [`Initramfs::build`](crate::Initramfs::build) makes it.
@@ -61,17 +66,28 @@ pub struct QemuOptions {
     pub cpus: u32,
     /// RAM in MiB.
     pub memory_mib: u32,
-    /// Keeps the guest's RAM in this file, guest-physical address 0 at offset 0, up to 2 GiB.
+    /// Keeps the guest's RAM in this file, [`Architecture::ram_base`] at offset 0, up to 2 GiB.
     pub ram_file: Option<PathBuf>,
     /// More arguments for QEMU.
     pub arguments: Vec<OsString>,
 }
 
 impl QemuOptions {
-    /// Two processors of all features that QEMU emulates, and 512 MiB.
+    /// Two x86_64 processors of all features that QEMU emulates, and 512 MiB.
     #[must_use]
     pub fn new(kernel: impl Into<PathBuf>, initramfs: Vec<u8>) -> Self {
+        Self::for_architecture(Architecture::X86_64, kernel, initramfs)
+    }
+
+    /// The same with processors of that architecture.
+    #[must_use]
+    pub fn for_architecture(
+        architecture: Architecture,
+        kernel: impl Into<PathBuf>,
+        initramfs: Vec<u8>,
+    ) -> Self {
         Self {
+            architecture,
             kernel: kernel.into(),
             initramfs,
             cmdline: String::new(),
@@ -86,25 +102,28 @@ impl QemuOptions {
     fn command(&self, initramfs: &Path) -> Command {
         // The signal at its parent's death ends QEMU even if this process is killed.
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "--", QEMU]);
+        command.args(["--pdeathsig", "KILL", "--", self.architecture.qemu()]);
         command.args(["-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio"]);
         command.args(["-accel", "tcg,thread=multi", "-cpu", &self.cpu]);
         command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{}M", self.memory_mib)]);
+        let mut machine = self.architecture.machine().to_owned();
         match &self.ram_file {
-            None => command.args(["-machine", "q35"]),
+            None => command.args(["-machine", &machine]),
             Some(path) => {
                 let mut backend = OsString::from(format!(
                     "memory-backend-file,id=ram,size={}M,share=on,mem-path=",
                     self.memory_mib
                 ));
                 backend.push(path);
-                command.args(["-machine", "q35,memory-backend=ram", "-object"]).arg(backend)
+                machine.push_str(",memory-backend=ram");
+                command.args(["-machine", &machine, "-object"]).arg(backend)
             }
         };
         command.arg("-kernel").arg(&self.kernel).arg("-initrd").arg(initramfs);
         // A kernel that panics ends the guest; warnings and worse are shown, the rest is not: an
         // emulated serial port is slow.
-        let cmdline = format!("console=ttyS0 loglevel=5 panic=-1 {}", self.cmdline);
+        let console = self.architecture.console();
+        let cmdline = format!("console={console} loglevel=5 panic=-1 {}", self.cmdline);
         command.args(["-append", cmdline.trim_end()]).args(&self.arguments);
         command
     }
@@ -144,8 +163,9 @@ impl Qemu {
         let mut command = options.command(&initramfs);
         command.stdin(Stdio::piped());
         // One pipe for both: what QEMU objects to is found where the guest's words are.
-        let (reader, writer) = io::pipe().map_err(QemuError::Start)?;
-        command.stdout(writer.try_clone().map_err(QemuError::Start)?).stderr(writer);
+        let start = |source| QemuError::Start { program: options.architecture.qemu(), source };
+        let (reader, writer) = io::pipe().map_err(start)?;
+        command.stdout(writer.try_clone().map_err(start)?).stderr(writer);
 
         // The signal at the parent's death goes by thread. So the thread that starts QEMU is the
         // one that reads its output, and lives as long.
@@ -160,10 +180,8 @@ impl Qemu {
                 filler.fill_from(reader);
             }
         });
-        let mut child = receiver
-            .recv()
-            .unwrap_or_else(|gone| Err(io::Error::other(gone)))
-            .map_err(QemuError::Start)?;
+        let mut child =
+            receiver.recv().unwrap_or_else(|gone| Err(io::Error::other(gone))).map_err(start)?;
         let input = child.stdin.take().expect("standard input is a pipe");
         Ok(Self { child, input, console, directory })
     }

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use guest_images::{Initramfs, Kernel, Qemu, QemuOptions, Series, kernel};
+use guest_images::{
+    Architecture, Initramfs, Kernel, Qemu, QemuOptions, Series, kernel, kernel_for,
+};
 
 const BOOT: Duration = Duration::from_secs(120);
 const WORK: Duration = Duration::from_secs(60);
@@ -12,7 +14,8 @@ fn stock_kernel() -> Kernel {
 }
 
 fn start(kernel: &Kernel, initramfs: Initramfs, cmdline: &str) -> Qemu {
-    let mut options = QemuOptions::new(&kernel.vmlinuz, initramfs.build());
+    let mut options =
+        QemuOptions::for_architecture(kernel.architecture, &kernel.vmlinuz, initramfs.build());
     options.cmdline = cmdline.to_owned();
     Qemu::start(&options).unwrap()
 }
@@ -85,6 +88,41 @@ fn a_guest_loads_modules_dumps_what_it_knows_and_panics_when_told_to() {
     assert_eq!(rest.lines().filter(|line| line.starts_with("processor\t:")).count(), 2, "{text}");
     assert!(rest.contains("VMM-FAILED there is no dump x"), "{text}");
     assert!(rest.contains("Kernel panic - not syncing: sysrq triggered crash"), "{text}");
+}
+
+/// That the console takes input, that processes of both processors run, and that the end is orderly.
+#[test]
+fn guests_of_other_architectures_do_the_same_work() {
+    for (architecture, series) in
+        [(Architecture::S390x, Series::V6_1), (Architecture::Aarch64, Series::V5_10)]
+    {
+        let kernel = kernel_for(architecture, series).unwrap();
+        let initramfs = Initramfs::for_architecture(architecture).unwrap();
+        let mut guest = start(
+            &kernel,
+            initramfs.modules(&kernel, &["virtio_blk"]).unwrap(),
+            "vmm.work=wait-console-line,proc-read:/proc/version:100@0+proc-read:/proc/version:100@1,\
+             forks:20,faults:3000,syscalls:500,exec:/no/such vmm.dump=modules",
+        );
+        guest.console().wait_for("VMM-READY", BOOT).unwrap();
+        guest.type_line("go").unwrap();
+        let status = guest.wait(WORK).unwrap();
+        let text = guest.console().text();
+        assert!(status.success(), "{architecture}, {status}: {text}");
+        for line in [
+            "VMM-WORK-END wait-console-line count=1 ",
+            "VMM-WORK-END proc-read:/proc/version:100@0 count=100 ",
+            "VMM-WORK-END proc-read:/proc/version:100@1 count=100 ",
+            "VMM-WORK-END forks:20 count=20 ",
+            "VMM-WORK-END faults:3000 count=3000 ",
+            "VMM-WORK-END syscalls:500 count=500 ",
+            "VMM-WORK-FAILED exec:/no/such: ended with wait status 0x200",
+            "\nvirtio_blk ",
+            "VMM-DONE",
+        ] {
+            assert!(text.contains(line), "{architecture}: {line} is missing in: {text}");
+        }
+    }
 }
 
 #[test]

@@ -111,6 +111,8 @@ pub enum Registers {
     X86_64(X86Registers),
     /// An s390x vCPU.
     S390x(S390xRegisters),
+    /// An aarch64 vCPU.
+    Aarch64(Aarch64Registers),
 }
 
 impl Registers {
@@ -120,6 +122,7 @@ impl Registers {
         match self {
             Registers::X86_64(x86) => x86.rip,
             Registers::S390x(s390x) => s390x.psw_addr,
+            Registers::Aarch64(aarch64) => aarch64.pc,
         }
     }
 }
@@ -166,6 +169,30 @@ pub struct S390xRegisters {
     pub cr13: u64,
     /// Where this CPU's lowcore is in absolute memory, if the engine can tell.
     pub prefix: Option<u64>,
+}
+
+/// Registers of an aarch64 vCPU, named as in the Arm Architecture Reference Manual.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Aarch64Registers {
+    /// The address of the next instruction.
+    pub pc: u64,
+    /// The stack pointer in use: `SP_EL0` or that of the exception level.
+    pub sp: u64,
+    /// Process state; bits 3:2 are the exception level, bit 4 is AArch32.
+    pub pstate: u64,
+    /// `SP_EL0`: while the kernel runs, its current task.
+    pub sp_el0: u64,
+    /// `TTBR1_EL1`: the root of the upper half's page tables, with the ASID in bits 63:48. With KPTI
+    /// it is not the kernel's own while the vCPU is in user mode.
+    pub ttbr1: u64,
+    /// `TCR_EL1`: sizes, granules and the 52-bit format of both halves.
+    pub tcr: u64,
+    /// `SCTLR_EL1`; its bit 0 says whether there is translation at all.
+    pub sctlr: u64,
+    /// `MAIR_EL1`: the memory types that leaves name by index.
+    pub mair: u64,
+    /// `TPIDR_EL1`: while the kernel runs, the offset of this CPU's variables.
+    pub tpidr_el1: u64,
 }
 
 /// A guest could not be stopped, sampled or resumed.

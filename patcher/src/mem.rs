@@ -23,8 +23,8 @@ pub trait PhysMem: Send + Sync {
     /// hypervisor provides is not among them.
     fn extents(&self) -> Vec<Range<Gpa>>;
 
-    /// Replaces the 8-byte little-endian value at the 8-aligned address `at` by `new` if it is
-    /// `old`, atomically towards vCPUs.
+    /// Replaces the 8 bytes at the 8-aligned address `at` by `new` if they are `old`, atomically
+    /// towards vCPUs.
     ///
     /// This exists for page-table entries, which go from absent to present while the guest runs.
     /// Kernel text has another door: [`Stopped::write_text`](crate::machine::Stopped::write_text).
@@ -32,7 +32,7 @@ pub trait PhysMem: Send + Sync {
     /// # Errors
     /// [`MemError::NotRam`], or [`MemError::EntryChanged`] if the value was not `old`; nothing is
     /// written then.
-    fn replace_entry(&self, at: Gpa, old: u64, new: u64) -> Result<(), MemError>;
+    fn replace_entry(&self, at: Gpa, old: [u8; 8], new: [u8; 8]) -> Result<(), MemError>;
 }
 
 /// Guest memory could not be read or changed.
@@ -48,14 +48,16 @@ pub enum MemError {
         len: usize,
     },
     /// An entry was to be replaced and holds something else by now.
-    #[error("the entry at guest-physical {at} holds {found:#x} where {expected:#x} was expected")]
+    #[error(
+        "the entry at guest-physical {at} holds {found:02x?} where {expected:02x?} was expected"
+    )]
     EntryChanged {
         /// Where the entry is.
         at: Gpa,
         /// What was expected.
-        expected: u64,
+        expected: [u8; 8],
         /// What is there.
-        found: u64,
+        found: [u8; 8],
     },
 }
 
@@ -103,18 +105,19 @@ impl PhysMem for GuestMemoryMmap<()> {
             .collect()
     }
 
-    fn replace_entry(&self, at: Gpa, old: u64, new: u64) -> Result<(), MemError> {
+    fn replace_entry(&self, at: Gpa, old: [u8; 8], new: [u8; 8]) -> Result<(), MemError> {
         let missing = || MemError::NotRam { at, len: 8 };
         let (region, offset) = self.to_region_addr(GuestAddress::from(at)).ok_or_else(missing)?;
         let slice = region.get_slice(offset, 8).map_err(|_| missing())?;
         let entry = slice.get_atomic_ref::<AtomicU64>(0).map_err(|_| missing())?;
+        let [expected, new] = [old, new].map(u64::from_ne_bytes);
         entry
-            .compare_exchange(old.to_le(), new.to_le(), Ordering::AcqRel, Ordering::Acquire)
+            .compare_exchange(expected, new, Ordering::AcqRel, Ordering::Acquire)
             .map(drop)
             .map_err(|found| MemError::EntryChanged {
                 at,
                 expected: old,
-                found: u64::from_le(found),
+                found: found.to_ne_bytes(),
             })
     }
 }
@@ -145,13 +148,14 @@ mod tests {
     #[test]
     fn an_entry_that_changed_meanwhile_is_left_alone() {
         let ram = ram();
-        ram.replace_entry(Gpa(0x4008), 0, 0x1e3).unwrap();
+        let (empty, first, second) = ([0; 8], 0x1e3_u64.to_le_bytes(), 0x2e3_u64.to_le_bytes());
+        ram.replace_entry(Gpa(0x4008), empty, first).unwrap();
         assert_eq!(
-            ram.replace_entry(Gpa(0x4008), 0, 0x2e3),
-            Err(MemError::EntryChanged { at: Gpa(0x4008), expected: 0, found: 0x1e3 })
+            ram.replace_entry(Gpa(0x4008), empty, second),
+            Err(MemError::EntryChanged { at: Gpa(0x4008), expected: empty, found: first })
         );
         assert_eq!((&ram as &dyn PhysMem).u64_le(Gpa(0x4008)), Ok(0x1e3));
-        assert!(ram.replace_entry(Gpa(0x4ffc), 0, 1).is_err());
-        assert!(ram.replace_entry(Gpa(0x8000), 0, 1).is_err());
+        assert!(ram.replace_entry(Gpa(0x4ffc), empty, first).is_err());
+        assert!(ram.replace_entry(Gpa(0x8000), empty, first).is_err());
     }
 }

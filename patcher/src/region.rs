@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! code window   trampolines, 64-byte aligned, append-only      guest: read + execute
+//!               at its end page tables that map the region, where the guest has none for it
 //! rings window  0       header of CPU 0: head (u64), rest unused
 //!               128     header of CPU 1, and so on up to 512 CPUs
 //!               64 KiB  ring of CPU 0: a power of two of bytes
@@ -87,7 +88,7 @@ pub enum RegionError {
         wanted: usize,
         /// Bytes taken.
         used: usize,
-        /// Bytes of the window.
+        /// Bytes that there are for code.
         len: usize,
     },
     /// The code was made for one address and would have landed at another.
@@ -178,6 +179,7 @@ impl RingLayout {
 #[derive(Debug)]
 pub struct CodeSpace {
     base: Gva,
+    len: usize,
     used: Mutex<usize>,
 }
 
@@ -185,10 +187,10 @@ pub struct CodeSpace {
 const CODE_ALIGN: usize = 64;
 
 impl CodeSpace {
-    /// An empty code window, which the guest sees at `base`.
+    /// An empty code window, of which the guest sees `len` bytes at `base`.
     #[must_use]
-    pub fn new(base: Gva) -> Self {
-        Self { base, used: Mutex::new(0) }
+    pub fn new(base: Gva, len: u64) -> Self {
+        Self { base, len: usize::try_from(len).unwrap_or(usize::MAX), used: Mutex::new(0) }
     }
 
     /// Places the code that `assemble` makes for the address it is given; nothing is taken when
@@ -204,7 +206,7 @@ impl CodeSpace {
         let mut used = self.used.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let at = self.base + *used as u64;
         let code = assemble(at)?;
-        let len = window.memory.len();
+        let len = self.len.min(window.memory.len());
         let end = used
             .checked_add(code.len())
             .filter(|end| *end <= len)
@@ -263,9 +265,9 @@ mod tests {
 
     #[test]
     fn code_is_appended_and_never_overwritten() {
-        let mut bytes = vec![0_u8; 256];
+        let mut bytes = vec![0_u8; 512];
         let window = RegionWindow { gpa: Gpa(0), memory: VolatileSlice::from(&mut bytes[..]) };
-        let space = CodeSpace::new(Gva(0x1000));
+        let space = CodeSpace::new(Gva(0x1000), 256);
         let place = |code: Vec<u8>| space.place::<RegionError>(&window, |_| Ok(code));
         assert_eq!(place(vec![1; 65]), Ok(Gva(0x1000)));
         assert_eq!(place(vec![2; 100]), Ok(Gva(0x1080)));

@@ -7,8 +7,9 @@ use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
 use patcher::kernel::{self, Kernel, Refusal, Symbols};
+use patcher::machine::RegionWindow;
 use tests::capture::{Captured, capture, map};
-use vm_memory::GuestMemoryMmap;
+use vm_memory::{GuestMemoryMmap, VolatileSlice};
 
 /// A capture that is compared with what its guest said.
 struct Guest(Captured);
@@ -85,7 +86,8 @@ impl Guest {
         let (code, rings) = (Gpa(1 << 32), Gpa(2 << 32));
         let mapping =
             kernel::plan_mapping(kernel, &self.ram, (code, leaf), (rings, 4 * leaf)).unwrap();
-        mapping.install(&self.ram).unwrap();
+        let no_tables = RegionWindow { gpa: code, memory: VolatileSlice::from(&mut [][..]) };
+        mapping.install(&self.ram, &no_tables).unwrap();
         assert_eq!(kernel.translate(&self.ram, mapping.code + 64), Ok(code + 64));
         for registers in &self.vcpus {
             let spaces = kernel.arch().address_spaces(registers).unwrap();

@@ -45,7 +45,7 @@ use self::wire::{Report, Request};
 const INIT: &str = include_str!("../../guest/lab-init.sh");
 
 /// What runs scripts there, compiled by the build script.
-const AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/agent"));
+const AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/agent-x86_64"));
 
 /// The first level's processor: one with AMD's virtualisation and nested paging, less the features
 /// that QEMU's emulation lacks and would complain about.

@@ -87,10 +87,9 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The target is farther than the instruction reaches.
     fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach>;
 
-    /// Where the region may be mapped for a kernel whose image is `image`, so that every pad of
-    /// the kernel and of its modules reaches all of it. `relocatable` says whether the kernel was
-    /// built to be moved (KASLR), which decides on x86_64 where modules begin.
-    fn region_window(&self, image: &Range<Gva>, relocatable: bool) -> Range<Gva>;
+    /// Where the region, which is `memory`, may be mapped for such a kernel, so that every pad of
+    /// its image reaches all of it.
+    fn region_window(&self, kernel: &KernelPlace, memory: &Range<Gpa>) -> Range<Gva>;
 
     /// The size and alignment of the leaves that map the region, in bytes.
     fn region_leaf_size(&self) -> u64;
@@ -127,12 +126,13 @@ pub trait Arch: fmt::Debug + Send + Sync {
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
 }
 
-/// The architecture that these registers belong to.
+/// The architecture that these registers belong to, if its kernels can be looked at.
 #[must_use]
-pub fn of(registers: &Registers) -> &'static dyn Arch {
+pub fn of(registers: &Registers) -> Option<&'static dyn Arch> {
     match registers {
-        Registers::X86_64(_) => &x86_64::X86_64,
-        Registers::S390x(_) => &s390x::S390X,
+        Registers::X86_64(_) => Some(&x86_64::X86_64),
+        Registers::S390x(_) => Some(&s390x::S390X),
+        Registers::Aarch64(_) => None,
     }
 }
 
@@ -172,6 +172,15 @@ impl ByteOrder {
             ByteOrder::Big => u64::from_be_bytes(bytes),
         }
     }
+
+    /// The bytes of a 64-bit integer.
+    #[must_use]
+    pub fn bytes(self, value: u64) -> [u8; 8] {
+        match self {
+            ByteOrder::Little => value.to_le_bytes(),
+            ByteOrder::Big => value.to_be_bytes(),
+        }
+    }
 }
 
 /// Where a kernel's image may be mapped.
@@ -183,6 +192,17 @@ pub struct ImageWindow {
     pub align: u64,
     /// The address of `_text` in a kernel that was not moved.
     pub default_base: Gva,
+}
+
+/// Where a kernel is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelPlace {
+    /// The addresses of its image.
+    pub image: Range<Gva>,
+    /// Where the image is in guest-physical memory.
+    pub phys: Gpa,
+    /// Whether it was built to be moved (KASLR), which decides on x86_64 where modules begin.
+    pub relocatable: bool,
 }
 
 /// A vCPU whose registers show no address space of a kernel yet.

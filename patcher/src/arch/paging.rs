@@ -34,6 +34,11 @@ pub struct Level {
     pub index_bits: u32,
     /// What marks an entry as present.
     pub present: Bits,
+    /// What an entry holds that maps nothing and is free for use.
+    pub empty: u64,
+    /// What an entry holds beside the address of a table that we make for the region; `None` where
+    /// the kernel always has that table.
+    pub new_table: Option<u64>,
     /// What marks a present entry as a leaf; `None` at a level that has no leaves.
     pub leaf: Option<Bits>,
     /// The bits of a non-leaf entry that hold the next table's address.

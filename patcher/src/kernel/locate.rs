@@ -85,7 +85,10 @@ pub fn locate(ram: &dyn PhysMem, vcpus: &[Registers]) -> Result<Located, LocateE
     let mut error = None;
     let mut tried: Vec<AddressSpace> = Vec::new();
     for registers in vcpus {
-        let arch = arch::of(registers);
+        let Some(arch) = arch::of(registers) else {
+            keep_farthest(&mut not_yet, Unpaged::Foreign.into());
+            continue;
+        };
         let spaces = match arch.address_spaces(registers) {
             Ok(spaces) => spaces,
             Err(unpaged) => {

@@ -40,8 +40,9 @@ impl MappedRegion {
         let mapping =
             plan_mapping(kernel, machine.ram(), (code.gpa, code_len), (rings.gpa, rings_len))?;
         let layout = RingLayout::new(mapping.rings, rings_len, machine.vcpus())?;
-        mapping.install(machine.ram())?;
-        Ok(Self { code: CodeSpace::new(mapping.code), rings: layout, at: mapping.code })
+        mapping.install(machine.ram(), &code)?;
+        let space = CodeSpace::new(mapping.code, mapping.code_len);
+        Ok(Self { code: space, rings: layout, at: mapping.code })
     }
 
     /// Where trampolines are placed.

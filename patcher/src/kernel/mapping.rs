@@ -1,30 +1,43 @@
 //! Where the region goes in the kernel's address space, and the page-table entries that put it
 //! there.
 
+use std::ops::Range;
+
+use vm_memory::Bytes;
+
 use super::Kernel;
+use super::entries::{Entries, MapError, NewTable};
 use crate::addr::{Gpa, Gva};
-use crate::arch::Access;
-use crate::arch::paging::WalkError;
+use crate::arch::paging::{AddressSpace, WalkError};
+use crate::arch::{Access, KernelPlace};
+use crate::machine::RegionWindow;
 use crate::mem::{MemError, PhysMem};
 
-/// How the region is to be mapped: code, and the rings right behind it.
+/// How the region is to be mapped: code, and the rings behind it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
     /// Where the guest sees the region's code.
     pub code: Gva,
+    /// How many bytes of the code part may hold code; new page tables lie behind.
+    pub code_len: u64,
     /// Where the guest sees the rings.
     pub rings: Gva,
-    /// The page-table entries to install, in this order.
+    /// The page tables to make. They lie at the end of the region's code part, which is not mapped
+    /// there.
+    pub tables: Vec<NewTable>,
+    /// The entries of existing tables to install, in this order.
     pub entries: Vec<MappingEntry>,
 }
 
 /// One page-table entry of a [`Mapping`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MappingEntry {
-    /// Where the entry is; it was empty when the mapping was planned.
+    /// Where the entry is.
     pub at: Gpa,
+    /// What it held when the mapping was planned: nothing, as its table writes it.
+    pub empty: [u8; 8],
     /// What it is to hold.
-    pub value: u64,
+    pub value: [u8; 8],
 }
 
 /// No place for the region was found.
@@ -55,9 +68,24 @@ pub enum PlanMappingError {
     )]
     NoRoom {
         /// How many entries the region needs.
-        wanted: usize,
+        wanted: u64,
         /// How many there are at most.
-        longest: usize,
+        longest: u64,
+    },
+    /// The page tables that have to be made take the place of the code.
+    #[error(
+        "the page tables that map the region do not fit into the {len:#x} bytes that hold its code \
+         as well: smaller rings need fewer"
+    )]
+    NoRoomForTables {
+        /// Bytes of the region's code part.
+        len: u64,
+    },
+    /// The guest changed its page tables while they were looked at.
+    #[error("the guest changed its page tables at {at} while they were looked at; try again")]
+    Changed {
+        /// The address that was to be mapped.
+        at: Gva,
     },
 }
 
@@ -65,18 +93,29 @@ pub enum PlanMappingError {
 /// nothing that the guest could misuse, and taking one away again would need the guest's TLBs
 /// flushed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("entry {index} of the region's mapping could not be installed: {source}")]
-pub struct InstallError {
-    /// Which of the mapping's entries failed.
-    pub index: usize,
-    /// Why.
-    pub source: MemError,
+#[non_exhaustive]
+pub enum InstallError {
+    /// An entry could not be made present.
+    #[error("entry {index} of the region's mapping could not be installed: {source}")]
+    Entry {
+        /// Which of the mapping's entries failed.
+        index: usize,
+        /// Why.
+        source: MemError,
+    },
+    /// A new table could not be written into the region.
+    #[error("the page table at guest-physical {at} lies outside of the region's code part")]
+    Table {
+        /// Where it was to be.
+        at: Gpa,
+    },
 }
 
-/// Plans where in the kernel's address space the region's code and rings go: in one row, within
-/// reach of every pad, at entries of the kernel's own tables that are empty.
+/// Plans where in the kernel's address space the region's code and rings go: one behind the other,
+/// within reach of every pad, where the kernel's own tables have nothing.
 ///
-/// Those tables are shared by every process, so an entry made there is seen by all of them.
+/// Those tables are shared by every process, so an entry made there is seen by all of them. Where a
+/// table is missing on the way, a new one is planned, at the end of the code part.
 ///
 /// # Errors
 /// [`PlanMappingError`].
@@ -94,49 +133,125 @@ pub fn plan_mapping(
         }
     }
     let text_leaf = kernel.root().walk(ram, kernel.text().start)?.entry;
-
-    let leaves = |(gpa, len): (Gpa, u64), access| {
-        (0..len).step_by(size as usize).map(move |at| (gpa + at, access))
+    let place = KernelPlace {
+        image: kernel.image().range.clone(),
+        phys: kernel.image().phys,
+        relocatable: kernel.is_relocatable(),
     };
-    let wanted = leaves(code, Access::Code).chain(leaves(rings, Access::Data));
-    let values: Vec<u64> =
-        wanted.map(|(gpa, access)| arch.region_leaf(text_leaf, gpa, access)).collect();
+    let memory = code.0.min(rings.0)..(code.0 + code.1).max(rings.0 + rings.1);
+    let window = arch.region_window(&place, &memory);
+    let leaf = |gpa, access| arch.region_leaf(text_leaf, gpa, access);
+    plan(kernel.root(), ram, &window, size, &leaf, code, rings)
+}
 
-    // From the top down: the kernel's image is at the bottom.
-    let window = arch.region_window(&kernel.image().range, kernel.is_relocatable());
-    let mut row: Vec<Gpa> = Vec::new();
-    let mut longest = 0;
-    let mut va = window.end;
-    while row.len() < values.len() && va > window.start {
-        va = va - size;
-        match kernel.root().walk(ram, va) {
-            Err(WalkError::Absent { entry: 0, entry_at, span, .. }) if span == size => {
-                row.push(entry_at);
-            }
-            _ => row.clear(),
+/// Plans the mapping in `window` with leaves of `size` bytes, which `leaf` makes.
+pub(super) fn plan(
+    space: &AddressSpace,
+    ram: &dyn PhysMem,
+    window: &Range<Gva>,
+    size: u64,
+    leaf: &dyn Fn(Gpa, Access) -> u64,
+    code: (Gpa, u64),
+    rings: (Gpa, u64),
+) -> Result<Mapping, PlanMappingError> {
+    let wanted = code.1 + rings.1;
+    let at = highest_gap(space, ram, window, size, wanted).map_err(|longest| {
+        PlanMappingError::NoRoom { wanted: wanted / size, longest: longest / size }
+    })?;
+    let rings_at = at + code.1;
+    let mut entries = Entries::new(space, ram, size, code.0..code.0 + code.1);
+    let failed = |at| {
+        move |error| match error {
+            MapError::NoMemory => PlanMappingError::NoRoomForTables { len: code.1 },
+            MapError::Changed => PlanMappingError::Changed { at },
         }
-        longest = longest.max(row.len());
+    };
+    for offset in (0..rings.1).step_by(size as usize) {
+        let va = rings_at + offset;
+        let entry = entries.reach(va).map_err(failed(va))?;
+        let value = leaf(rings.0 + offset, Access::Data);
+        entries.set_leaf(entry, value).map_err(failed(va))?;
     }
-    if row.len() < values.len() {
-        return Err(PlanMappingError::NoRoom { wanted: values.len(), longest });
+    // New tables take the code part from its end, also while the code is being mapped.
+    let mut code_len = 0;
+    while code_len < code.1 {
+        let va = at + code_len;
+        let entry = entries.reach(va).map_err(failed(va))?;
+        if code.0 + code_len + size > entries.taken_from() {
+            break;
+        }
+        let value = leaf(code.0 + code_len, Access::Code);
+        entries.set_leaf(entry, value).map_err(failed(va))?;
+        code_len += size;
     }
-    row.reverse();
-    let entries =
-        row.into_iter().zip(values).map(|(at, value)| MappingEntry { at, value }).collect();
-    Ok(Mapping { code: va, rings: va + code.1, entries })
+    if code_len == 0 {
+        return Err(PlanMappingError::NoRoomForTables { len: code.1 });
+    }
+    let (tables, entries) = entries.finish();
+    Ok(Mapping { code: at, code_len, rings: rings_at, tables, entries })
+}
+
+/// The highest `len` bytes of `window` where nothing is mapped and leaves of `size` bytes can be.
+///
+/// From the top down: on every architecture it is the end of the window that the kernel's own
+/// allocations come to last.
+///
+/// # Errors
+/// How many bytes there are in a row, at most.
+fn highest_gap(
+    space: &AddressSpace,
+    ram: &dyn PhysMem,
+    window: &Range<Gva>,
+    size: u64,
+    len: u64,
+) -> Result<Gva, u64> {
+    let start = Gva(window.start.0.next_multiple_of(size));
+    let mut end = window.end.align_down(size);
+    // Everything from here to `end` is free.
+    let mut at = end;
+    let mut longest = 0;
+    while at > start && end.0 - at.0 < len {
+        let below = at - size;
+        match free_span(space, ram, below, size) {
+            Some(span) => at = below.align_down(span).max(start),
+            None => (at, end) = (below, below),
+        }
+        longest = longest.max(end.0 - at.0);
+    }
+    if end.0.saturating_sub(at.0) >= len { Ok(end - len) } else { Err(longest) }
+}
+
+/// How many bytes around `va` the entry spans that is empty there, if a leaf of `size` bytes can be
+/// put in its place or below it.
+fn free_span(space: &AddressSpace, ram: &dyn PhysMem, va: Gva, size: u64) -> Option<u64> {
+    let Err(WalkError::Absent { entry, span, .. }) = space.walk(ram, va) else { return None };
+    let levels = space.format.levels.iter();
+    let mut missing = levels.skip_while(|level| 1 << level.shift != span);
+    let empty = missing.clone().next().is_some_and(|level| level.empty == entry);
+    let can_be_made = span >= size
+        && missing
+            .by_ref()
+            .take_while(|level| 1 << level.shift > size)
+            .all(|level| level.new_table.is_some());
+    (empty && can_be_made).then_some(span)
 }
 
 impl Mapping {
-    /// Makes every entry present. Entries that hold what they are to hold are left alone, so a
-    /// mapping may be installed again.
+    /// Writes the new tables into the region's part `code`, then makes every entry present. Entries
+    /// that hold what they are to hold are left alone, so a mapping may be installed again.
     ///
     /// # Errors
     /// [`InstallError`].
-    pub fn install(&self, ram: &dyn PhysMem) -> Result<(), InstallError> {
+    pub fn install(&self, ram: &dyn PhysMem, code: &RegionWindow<'_>) -> Result<(), InstallError> {
+        for table in &self.tables {
+            let outside = InstallError::Table { at: table.at };
+            let Some(offset) = table.at.offset_from(code.gpa) else { return Err(outside) };
+            code.memory.write_slice(&table.bytes, offset as usize).map_err(|_| outside)?;
+        }
         for (index, entry) in self.entries.iter().enumerate() {
-            match ram.replace_entry(entry.at, 0, entry.value) {
+            match ram.replace_entry(entry.at, entry.empty, entry.value) {
                 Err(MemError::EntryChanged { found, .. }) if found == entry.value => {}
-                other => other.map_err(|source| InstallError { index, source })?,
+                other => other.map_err(|source| InstallError::Entry { index, source })?,
             }
         }
         Ok(())

@@ -8,6 +8,7 @@ use crate::arch::paging::{AddressSpace, WalkError};
 use crate::machine::Registers;
 use crate::mem::{MemError, PhysMem};
 
+mod entries;
 mod image;
 mod kallsyms;
 mod locate;
@@ -20,6 +21,7 @@ mod symbols;
 #[cfg(test)]
 mod tests;
 
+pub use entries::NewTable;
 pub use image::Image;
 pub use kallsyms::KallsymsError;
 pub use locate::{LocateError, Located, NotYet, locate};

@@ -131,7 +131,7 @@ impl PhysMem for FaultyRam {
         self.ram.extents()
     }
 
-    fn replace_entry(&self, at: Gpa, old: u64, new: u64) -> Result<(), MemError> {
+    fn replace_entry(&self, at: Gpa, old: [u8; 8], new: [u8; 8]) -> Result<(), MemError> {
         self.ram.replace_entry(at, old, new)
     }
 }

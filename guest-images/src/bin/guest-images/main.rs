@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
-use guest_images::{CaptureOptions, Initramfs, Series};
+use guest_images::{Architecture, CaptureOptions, Initramfs, Series};
 
 /// Stock kernels, initramfs archives and captures of guests, made once and kept in a cache (the
 /// directory in VMM_CACHE, or .cache/guests in the workspace).
@@ -22,10 +22,14 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Download a stock kernel, and print the path of its image
-    #[command(after_help = "Example: vmm run --kernel $(guest-images kernel 6.1) ...")]
+    #[command(after_help = "Example: vmm run --kernel $(guest-images kernel 6.1) ...\n\n\
+        There are all series for x86_64 and aarch64, and 6.1, 6.12 and 7 for s390x.")]
     Kernel {
         /// 5.10, 6.1, 6.12, 6.18 or 7
         series: Series,
+        /// What it runs on: x86_64, s390x or aarch64
+        #[arg(long, value_name = "ARCH", default_value = "x86_64")]
+        arch: Architecture,
     },
     /// Write an initramfs with the workloads of guest/work.c and the init of guest/init.sh
     Initramfs(InitramfsArguments),
@@ -45,6 +49,9 @@ struct InitramfsArguments {
     /// Where to write it
     #[arg(long, short, value_name = "FILE")]
     out: PathBuf,
+    /// What the guest's processors are: x86_64, s390x or aarch64
+    #[arg(long, value_name = "ARCH", default_value = "x86_64")]
+    arch: Architecture,
     /// The kernel whose modules are meant
     #[arg(long, value_name = "SERIES", default_value = "6.1")]
     kernel: Series,
@@ -98,8 +105,8 @@ fn sentence(error: &anyhow::Error) -> String {
 /// Does what was asked for; the exit status.
 fn run(command: Command) -> Result<u8> {
     match command {
-        Command::Kernel { series } => {
-            println!("{}", guest_images::kernel(series)?.vmlinuz.display());
+        Command::Kernel { series, arch } => {
+            println!("{}", guest_images::kernel_for(arch, series)?.vmlinuz.display());
         }
         Command::Initramfs(arguments) => write_initramfs(&arguments)?,
         Command::Capture(arguments) => {
@@ -125,10 +132,11 @@ fn pair<'a>(option: &str, form: &str, names: &'a str) -> Result<(&'a str, &'a st
 }
 
 fn write_initramfs(arguments: &InitramfsArguments) -> Result<()> {
-    let mut initramfs = Initramfs::new()?;
+    let mut initramfs = Initramfs::for_architecture(arguments.arch)?;
     if !arguments.module.is_empty() {
         let names: Vec<&str> = arguments.module.iter().map(String::as_str).collect();
-        initramfs = initramfs.modules(&guest_images::kernel(arguments.kernel)?, &names)?;
+        let kernel = guest_images::kernel_for(arguments.arch, arguments.kernel)?;
+        initramfs = initramfs.modules(&kernel, &names)?;
     }
     for names in &arguments.file {
         let (host, guest) = pair("--file", "HOST:GUEST", names)?;

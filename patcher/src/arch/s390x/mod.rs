@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::paging::AddressSpace;
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, Logger, OutOfReach, PadBytes, PadLayout, PadState,
-    Pattern, PerCpuVariable, Prefix, ReturnCount, SLOT_LEN, Unpaged,
+    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout,
+    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, SLOT_LEN, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -92,8 +92,13 @@ impl Arch for S390X {
         pads::encode_call(at, to)
     }
 
-    fn region_window(&self, image: &Range<Gva>, _relocatable: bool) -> Range<Gva> {
-        image.start - BELOW_TEXT.min(image.start.0)..image.start
+    fn region_window(&self, kernel: &KernelPlace, memory: &Range<Gpa>) -> Range<Gva> {
+        let begin = kernel.image.start;
+        if begin.0 == kernel.phys.0 {
+            // Up to 6.9 the kernel runs where it lies in memory, and so does everything it knows of.
+            return Gva(memory.start.0)..Gva(memory.end.0);
+        }
+        begin - BELOW_TEXT.min(begin.0)..begin
     }
 
     fn region_leaf_size(&self) -> u64 {

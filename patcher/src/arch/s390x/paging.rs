@@ -45,6 +45,7 @@ static LEVELS: [Level; 5] = [
         table_address: !0x7ff,
         table_type: Bits { mask: TYPE, value: 0 },
         table_reserved: 0,
+        new_table: Some(0),
         ..region("segment-table entry", 20, 0, Some(Bits { mask: LARGE, value: LARGE }))
     },
     Level {
@@ -52,6 +53,8 @@ static LEVELS: [Level; 5] = [
         shift: 12,
         index_bits: 8,
         present: Bits { mask: PTE_INVALID, value: 0 },
+        empty: PTE_INVALID,
+        new_table: None,
         leaf: Some(Bits::ANY),
         table_address: 0,
         leaf_address: !(PAGE - 1),
@@ -67,6 +70,8 @@ const fn region(name: &'static str, shift: u32, kind: u64, leaf: Option<Bits>) -
         shift,
         index_bits: 11,
         present: Bits { mask: INVALID, value: 0 },
+        empty: kind << 2 | INVALID,
+        new_table: Some(kind << 2 | TABLE_LENGTH),
         leaf,
         table_address: !0xfff,
         leaf_address: !((1 << shift) - 1),

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::paging::AddressSpace;
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, Logger, OutOfReach, PadBytes, PadState, Pattern,
-    PerCpuVariable, Prefix, ReturnCount, Unpaged,
+    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadState,
+    Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -77,10 +77,10 @@ impl Arch for X86_64 {
         pads::encode_call(at, to)
     }
 
-    fn region_window(&self, image: &Range<Gva>, relocatable: bool) -> Range<Gva> {
+    fn region_window(&self, kernel: &KernelPlace, _memory: &Range<Gpa>) -> Range<Gva> {
         // Everything in the top 2 GiB is within a rel32 of everything else there, so reach sets no
         // bound; where modules begin does: the kernel takes empty entries above for its own.
-        let end = if relocatable || image.end > SMALL_IMAGE_END {
+        let end = if kernel.relocatable || kernel.image.end > SMALL_IMAGE_END {
             IMAGE_WINDOW.end
         } else {
             SMALL_IMAGE_END

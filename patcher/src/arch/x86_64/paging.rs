@@ -41,6 +41,8 @@ const fn table_level(name: &'static str, shift: u32, leaf: Option<Bits>) -> Leve
         shift,
         index_bits: 9,
         present: IS_PRESENT,
+        empty: 0,
+        new_table: None,
         leaf,
         table_address: ADDRESS,
         leaf_address: ADDRESS & !below_page,

@@ -6,6 +6,7 @@ mod mapping;
 mod pads;
 mod probes;
 mod tables;
+mod tables_made;
 
 use crate::addr::Gva;
 use crate::synthetic::{Blueprint, Guest, TableOrder};
