@@ -300,8 +300,8 @@ pub enum PadState {
     GuestEnabledElsewhere,
     /// A breakpoint stands on the pad: the guest probes the function, or is about to change the pad.
     Changing,
-    /// Several no-operations: a task may stand between two of them, so that no one instruction can
-    /// take their place.
+    /// No-operations shorter than a branch: a task may stand between two of them, so that no one
+    /// instruction can take their place.
     Several,
     /// Still the compiler's own call: the kernel has not come to this pad in its boot.
     NotYet,

@@ -66,8 +66,8 @@ pub enum Refusal {
     /// A breakpoint is where our branch would be.
     #[error("a breakpoint stands on it: the guest probes the function, or is changing the pad")]
     Changing,
-    /// It is several no-operations.
-    #[error("it is several instructions, between which a task may stand")]
+    /// Its no-operations are shorter than a branch.
+    #[error("its instructions are shorter than a branch, and a task may stand between two of them")]
     Several,
     /// The kernel has not come to it in its boot.
     #[error("the kernel is still booting and has not prepared it")]
@@ -108,7 +108,7 @@ impl Refusal {
         match self {
             Refusal::GuestTraces { .. } => "traced by the guest",
             Refusal::Changing => "probed or being changed by the guest",
-            Refusal::Several => "of several instructions",
+            Refusal::Several => "of short instructions",
             Refusal::NotYet => "not prepared yet",
             Refusal::DeadWeak => "overridden weak functions",
             Refusal::InitText => "init code",
@@ -173,7 +173,8 @@ pub struct Pad {
 
 /// Decides by its bytes whether the pad whose changeable instruction is at `at` may be written.
 /// `before` is the text from the function's first byte to `at`, `text` what follows, [`text_len`] bytes
-/// of it. `hook` is the address of the compiler's hook where it is known.
+/// of it. `hook` is the address of the compiler's hook where it is known; `read_slot` reads guest memory,
+/// and tells whether it could.
 ///
 /// # Errors
 /// Why it may not.
@@ -183,6 +184,7 @@ pub fn judge_pad(
     before: &[u8],
     text: &[u8],
     hook: Option<Gva>,
+    read_slot: impl FnOnce(Gva, &mut [u8]) -> bool,
 ) -> Result<Pad, Refusal> {
     let original = PadBytes::new(&text[..arch.pad_len().min(text.len())]);
     let (state, layout) = read_pad(arch, at, before, text, hook);
@@ -196,6 +198,13 @@ pub fn judge_pad(
         PadState::Several => return Err(Refusal::Several),
         PadState::NotYet => return Err(Refusal::NotYet),
         PadState::Unknown => return Err(Refusal::UnknownBytes { found: original }),
+    }
+    // Bytes that only look like a pad have no slot that says whose it is.
+    if let Some(slot_at) = arch.pad_slot(at, &original) {
+        let mut slot = [0; SLOT_LEN];
+        if !read_slot(slot_at, &mut slot) || !arch.is_slot_of(at, &slot) {
+            return Err(Refusal::UnknownBytes { found: original });
+        }
     }
     let lead = before.len().checked_sub(layout.before.len()).map_or(before, |len| &before[..len]);
     let prefix = (arch.pad_prefixes().iter())
@@ -282,29 +291,20 @@ impl<'a> Survey<'a> {
         if !self.is_mapped(at, gpa) {
             return refused(name, Refusal::NotMapped);
         }
-        let (function, hook, lead) = (place.symbol.address, self.hook, place.offset as usize);
+        let (function, lead) = (place.symbol.address, place.offset as usize);
+        let (kernel, ram, hook) = (self.kernel, self.ram, self.hook);
         let Some(bytes) = self.text(function, lead + text_len(arch)) else {
             return refused(name, Refusal::NotMapped);
         };
         let (before, text) = bytes.split_at(lead);
-        match judge_pad(arch, at, before, text, hook) {
-            Ok(pad) if !self.has_sound_slot(at, &pad.original) => {
-                refused(name, Refusal::UnknownBytes { found: pad.original })
-            }
+        let read_slot = |at, slot: &mut [u8]| kernel.read_virt(ram, at, slot).is_ok();
+        match judge_pad(arch, at, before, text, hook, read_slot) {
             Ok(_) if record.flags.in_use() => refused(name, Refusal::GuestTraces { target: None }),
             Ok(Pad { prefix, layout, original }) => {
                 Ok(Site { name, function, at, gpa, prefix, layout, original })
             }
             Err(why) => refused(name, why),
         }
-    }
-
-    /// Whether the idle pad at `at` has no slot, or one that is its own.
-    fn has_sound_slot(&self, at: Gva, pad: &[u8]) -> bool {
-        let Some(slot_at) = self.kernel.arch.pad_slot(at, pad) else { return true };
-        let mut slot = [0; SLOT_LEN];
-        self.kernel.read_virt(self.ram, slot_at, &mut slot).is_ok()
-            && self.kernel.arch.is_slot_of(at, &slot)
     }
 
     /// The `len` bytes of text at `at`, a few at most.

@@ -98,9 +98,9 @@ const LOAD_LOWCORE: Pattern = Pattern::new("e310 0... ..04");
 /// What probes put on an instruction's first two bytes: the kernel's `0002`, gdb's `0001`.
 pub(super) const BREAKPOINT: Pattern = Pattern::new("000.");
 
-/// `nopr` three times, as `-fpatchable-function-entry=3` makes them; or `nop` before a `nopr`.
-const SHORT: [[u8; LEN]; 2] =
-    [[0x07, 0x00, 0x07, 0x00, 0x07, 0x00], [0x47, 0x00, 0x00, 0x00, 0x07, 0x00]];
+/// `nopr` and `nop`, shorter than any branch that reaches: `-fpatchable-function-entry=3` makes three of
+/// the former, `-mhotpatch=0,2` one of the latter.
+const SHORT: [Pattern; 2] = [Pattern::new("0700"), Pattern::new("47000000")];
 
 const BRANCH_NEVER: [u8; 2] = [0xc0, 0x04];
 const BRANCH_ALWAYS: [u8; 2] = [0xc0, 0xf4];
@@ -144,7 +144,7 @@ pub(super) fn state(at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
     if BREAKPOINT.begins(bytes) {
         return PadState::Changing;
     }
-    if SHORT.iter().any(|short| short == bytes) {
+    if SHORT.iter().any(|short| short.begins(bytes)) {
         return PadState::Several;
     }
     let target = branch_target(at, displacement);
@@ -212,7 +212,8 @@ mod tests {
     fn judged(block: &str, lead: usize) -> Result<(&'static str, u16), Refusal> {
         let block = bytes(block);
         let (before, text) = block.split_at(lead);
-        judge_pad(&S390X, AT, before, text, None).map(|pad| (pad.layout.name, pad.layout.resume))
+        judge_pad(&S390X, AT, before, text, None, |_, _| false)
+            .map(|pad| (pad.layout.name, pad.layout.resume))
     }
 
     #[test]
@@ -260,7 +261,7 @@ mod tests {
         assert!(matches!(judged(jump, 0), Err(Refusal::GuestTraces { .. })));
         let other = format!("e3e0f0080024 {jump} b9040000 0de1 e3e0f0080014");
         assert!(matches!(judged(&other, 6), Err(Refusal::GuestTraces { .. })));
-        for short in ["0700 0700 0700", "4700 0000 0700"] {
+        for short in ["0700 0700 0700", "4700 0000 c0f4"] {
             assert_eq!(judged(short, 0), Err(Refusal::Several));
         }
         assert!(matches!(judged("a7040000 c00400000000", 4), Err(Refusal::UnknownPrefix { .. })));
@@ -288,7 +289,7 @@ mod tests {
             &[0xc0, 0x04, 0, 0, 0],
             &[0xc0, 0x04, 0, 0, 0, 0, 0],
             &[0xc0, 0x14, 0, 0, 0, 0],
-            &[0x07, 0x00, 0x07, 0x00, 0x07, 0xfe],
+            &[0x07, 0xfe, 0x07, 0x00, 0x07, 0x00],
         ];
         for bytes in others {
             assert_eq!(state(AT, bytes, None), PadState::Unknown, "{bytes:02x?}");
