@@ -358,6 +358,27 @@ impl Applied {
         self.patchset.sites()
     }
 
+    /// This and another one, which shares no site with it, as one.
+    #[must_use]
+    pub fn join(self, other: Self) -> Self {
+        let mut sites: Vec<Site> = self.sites().iter().chain(other.sites()).cloned().collect();
+        sites.sort_unstable_by_key(|site| site.gpa);
+        let already = self.already + other.already;
+        Self { patchset: Patchset { sites: sites.into() }, already }
+    }
+
+    /// The sites of which `goes` says so, and the others; `None` for none.
+    #[must_use]
+    pub fn partition(self, goes: impl Fn(&Site) -> bool) -> (Option<Self>, Option<Self>) {
+        let (going, staying): (Vec<Site>, Vec<Site>) =
+            self.sites().iter().cloned().partition(|site| goes(site));
+        let some = |sites: Vec<Site>| {
+            (!sites.is_empty())
+                .then(|| Self { patchset: Patchset { sites: sites.into() }, already: 0 })
+        };
+        (some(going), some(staying))
+    }
+
     /// Makes everything that a revert needs during the stop, outside of it.
     #[must_use]
     pub fn prepare_revert(&self) -> Revert<'_> {

@@ -58,8 +58,10 @@ pub trait Arch: fmt::Debug + Send + Sync {
     }
 
     /// What a breakpoint, as a probe of the guest's sets one, puts in the place of an instruction's
-    /// first bytes.
-    fn breakpoint(&self) -> Pattern;
+    /// first bytes; nothing if there is nothing of that kind.
+    fn breakpoint(&self) -> Pattern {
+        Pattern::EMPTY
+    }
 
     /// The symbol that the compiler makes a pad call; the kernel replaces these calls as it boots.
     fn compiler_hook_symbol(&self) -> &'static str;

@@ -349,3 +349,26 @@ fn sites_that_are_not_one_instruction_each_make_no_patchset() {
     sites[0].replacement = short;
     assert!(matches!(Patchset::plan(sites), Err(PlanError::NotOneInstruction { .. })));
 }
+
+#[test]
+fn a_part_of_what_is_applied_is_reverted_and_the_rest_stays() {
+    let mut guest = Guest::new();
+    let before = guest.text();
+    let ram = guest.ram.clone();
+    let (even, odd): (Vec<_>, Vec<_>) =
+        Guest::sites().into_iter().partition(|site| site.gpa.0 % 0x80 == 0);
+    let mut apply = |sites| apply(&mut guest, &ram, &Patchset::plan(sites).unwrap()).unwrap();
+    let all = apply(odd).join(apply(even));
+    assert_eq!(all.sites().len(), 8);
+    let (staying, going) = all.partition(|site| site.gpa.0 >= TEXT + 0x100);
+    let (staying, going) = (staying.unwrap(), going.unwrap());
+    let reverted = going.prepare_revert().run(&ram, &mut guest);
+    assert_eq!((reverted.restored, reverted.foreign.len()), (4, 0));
+    let text = guest.text();
+    assert!(text[..0x100] == before[..0x100]);
+    assert_eq!(text[0x100..0x105], CALL);
+    let (none, rest) = staying.partition(|_| false);
+    assert!(none.is_none());
+    rest.unwrap().prepare_revert().run(&ram, &mut guest);
+    assert!(guest.text() == before);
+}

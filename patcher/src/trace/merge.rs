@@ -20,8 +20,6 @@ pub struct Merger {
     seen: [u64; 3],
     /// Nothing later than this is given out while a slot is pending, and since when one is.
     hold: Option<(u64, Instant)>,
-    last_out: u64,
-    late: u64,
 }
 
 /// For how long later records wait for one that is reserved and not written. Its writer was preempted
@@ -55,15 +53,10 @@ impl Merger {
         self.give_out(until, &mut out);
     }
 
-    /// Gives out everything that is held: no record follows.
-    pub fn finish(&mut self, mut out: impl FnMut(&RawRecord)) {
-        self.give_out(u64::MAX, &mut out);
-    }
-
-    /// Records that were given out behind later ones.
+    /// The records that are held back, in no order.
     #[must_use]
-    pub fn late(&self) -> u64 {
-        self.late
+    pub fn held(&self) -> &[RawRecord] {
+        &self.held
     }
 
     fn give_out(&mut self, until: u64, out: &mut impl FnMut(&RawRecord)) {
@@ -71,13 +64,7 @@ impl Merger {
         // which the sort takes in one go each.
         self.held.sort_by_key(|record| record.time);
         let count = self.held.partition_point(|record| record.time <= until);
-        for record in self.held.drain(..count) {
-            if record.time < self.last_out {
-                self.late += 1;
-            }
-            self.last_out = self.last_out.max(record.time);
-            out(&record);
-        }
+        self.held.drain(..count).for_each(|record| out(&record));
     }
 }
 
@@ -86,7 +73,7 @@ mod tests {
     use super::*;
 
     fn record(time: u64, cpu: u16) -> RawRecord {
-        RawRecord { time, cpu, ip: 0, parent: 0 }
+        RawRecord { time, index: 0, cpu, ip: 0, parent: 0 }
     }
 
     fn pass(merger: &mut Merger, records: &[(u64, u16)], pending: usize) -> Vec<u64> {
@@ -105,19 +92,13 @@ mod tests {
         out
     }
 
-    fn rest(merger: &mut Merger) -> Vec<u64> {
-        let mut out = Vec::new();
-        merger.finish(|record| out.push(record.time));
-        out
-    }
-
     #[test]
     fn what_another_cpu_might_still_precede_is_held_back() {
         let mut merger = Merger::default();
         assert_eq!(pass(&mut merger, &[(10, 0), (20, 0)], 0), [] as [u64; 0]);
         assert_eq!(pass(&mut merger, &[(15, 1), (30, 0)], 0), [10, 15, 20]);
         assert_eq!(pass(&mut merger, &[], 0), [30]);
-        assert_eq!(merger.late(), 0);
+        assert_eq!(merger.held(), []);
     }
 
     #[test]
@@ -128,8 +109,7 @@ mod tests {
         assert_eq!(pass(&mut merger, &[(30, 0)], 1), [] as [u64; 0]);
         assert_eq!(pass(&mut merger, &[(40, 0)], 1), [] as [u64; 0]);
         assert_eq!(pass(&mut merger, &[(12, 1), (50, 0)], 0), [12, 20, 30, 40]);
-        assert_eq!(rest(&mut merger), [50]);
-        assert_eq!(merger.late(), 0);
+        assert_eq!(merger.held(), [record(50, 0)]);
     }
 
     #[test]
@@ -141,14 +121,6 @@ mod tests {
             assert_eq!(pass_at(&mut merger, &[], 1, begin + PATIENCE), [] as [u64; 0]);
         }
         assert_eq!(pass_at(&mut merger, &[], 1, begin + 2 * PATIENCE), [10]);
-        assert_eq!(pass(&mut merger, &[(5, 1)], 0), [5]);
-        assert_eq!(merger.late(), 1);
-    }
-
-    #[test]
-    fn everything_is_given_out_at_the_end() {
-        let mut merger = Merger::default();
-        pass(&mut merger, &[(30, 0), (10, 1), (20, 0)], 3);
-        assert_eq!(rest(&mut merger), [10, 20, 30]);
+        assert_eq!(pass(&mut merger, &[(5, 1)], 0), [5], "late, and not kept for ever");
     }
 }

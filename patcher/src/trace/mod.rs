@@ -1,8 +1,15 @@
 //! Tracing: which functions, what is recorded, and how it comes out.
+//!
+//! A [`tracer::Tracer`] traces one guest for several clients at once; a [`session::Session`] is one
+//! with a single client.
 
+mod arm;
+mod client;
 pub mod filter;
 pub mod merge;
 mod names;
 pub mod ring;
+pub mod select;
 pub mod session;
 pub mod sink;
+pub mod tracer;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use super::ring::RawRecord;
+use super::sink::Name;
 use crate::addr::Gva;
 use crate::kernel::Kernel;
-use crate::patch::Site;
 
 /// Names the two addresses of a record.
 #[derive(Debug)]
@@ -15,66 +15,69 @@ pub struct Names<'k> {
     kernel: &'k Kernel,
     /// The half that kernel addresses in records lack.
     high_half: u64,
-    functions: Vec<(Arc<str>, u64)>,
+    /// Every function that was ever traced, and its name's number.
+    functions: Vec<(u64, Arc<str>)>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
-    callers: FxHashMap<u32, Arc<str>>,
+    callers: FxHashMap<u32, (u64, Arc<str>)>,
+    next_id: u64,
 }
 
 /// Callers remembered at most: a guest that writes records of its own can name four thousand million.
 const MAX_CALLERS: usize = 1 << 18;
 
 impl<'k> Names<'k> {
-    /// Names for records of these sites.
+    /// Names for records of functions of this kernel, which are yet to be added.
     #[must_use]
-    pub fn new(kernel: &'k Kernel, sites: &[Site]) -> Self {
-        let key = |site: &Site| (site.at + site.original.len() as u64).0 as u32;
+    pub fn new(kernel: &'k Kernel) -> Self {
         Self {
             kernel,
             high_half: kernel.text().start.0 & !u64::from(u32::MAX),
-            functions: sites.iter().map(|site| (Arc::clone(&site.function), 0)).collect(),
-            by_ip: sites.iter().map(key).zip(0..).collect(),
+            functions: Vec::new(),
+            by_ip: FxHashMap::default(),
             callers: FxHashMap::default(),
+            next_id: 0,
         }
     }
 
-    /// Whether a site of the session is what `ip` lies behind.
-    #[must_use]
-    pub fn knows(&self, ip: u32) -> bool {
-        self.by_ip.contains_key(&ip)
+    /// Adds a function whose records carry `ip`, and gives its index: they count from 0.
+    pub fn add(&mut self, function: &str, ip: Gva) -> usize {
+        let index = self.functions.len();
+        self.functions.push((self.next_id, function.into()));
+        self.by_ip.insert(ip.0 as u32, index as u32);
+        self.next_id += 1;
+        index
     }
 
-    /// The function and the caller of a record, which is counted. A caller outside the kernel's own
-    /// image is named by its address.
-    pub fn of(&mut self, record: &RawRecord) -> (&str, &str) {
+    /// The index of the function whose records carry an `ip` with this low half.
+    #[must_use]
+    pub fn index_of(&self, ip: u32) -> Option<usize> {
+        self.by_ip.get(&ip).map(|index| *index as usize)
+    }
+
+    /// The name of the function with that index.
+    #[must_use]
+    pub fn function(&self, index: usize) -> &Arc<str> {
+        &self.functions[index].1
+    }
+
+    /// The names of the function with that index and of the record's caller. A caller outside the
+    /// kernel's own image is named by its address.
+    pub fn of(&mut self, record: &RawRecord, index: usize) -> (Name<'_>, Name<'_>) {
         if self.callers.len() >= MAX_CALLERS {
             self.callers.clear();
         }
-        let (kernel, high_half) = (self.kernel, self.high_half);
-        let caller = self.callers.entry(record.parent).or_insert_with(|| {
+        let (kernel, high_half, next_id) = (self.kernel, self.high_half, &mut self.next_id);
+        let (caller_id, caller) = self.callers.entry(record.parent).or_insert_with(|| {
             let address = Gva(high_half | u64::from(record.parent));
-            match kernel.symbols().lookup(address) {
+            let name = match kernel.symbols().lookup(address) {
                 Some(place) if kernel.image().range.contains(&address) => place.symbol.name.into(),
                 _ => format!("{address}").into(),
-            }
+            };
+            *next_id += 1;
+            (*next_id - 1, name)
         });
-        let function = match self.by_ip.get(&record.ip) {
-            Some(index) => {
-                let (name, count) = &mut self.functions[*index as usize];
-                *count += 1;
-                name
-            }
-            None => "",
-        };
-        (function, caller)
-    }
-
-    /// Every function that was called and how often, most first.
-    #[must_use]
-    pub fn counts(&self) -> Vec<(Arc<str>, u64)> {
-        let mut counts: Vec<_> =
-            self.functions.iter().filter(|(_, count)| *count > 0).cloned().collect();
-        counts.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
-        counts
+        let (function_id, function) = &self.functions[index];
+        (Name { id: *function_id, text: function }, Name { id: *caller_id, text: caller })
     }
 }

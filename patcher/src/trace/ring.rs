@@ -14,6 +14,7 @@
 //! to a slot of the ring.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use vm_memory::{VolatileMemory, VolatileSlice};
@@ -25,6 +26,8 @@ use crate::region::RingLayout;
 pub struct RawRecord {
     /// Ticks of the guest's time-stamp clock.
     pub time: u64,
+    /// How many records were reserved in that ring before this one.
+    pub index: u64,
     /// The CPU in whose ring it was.
     pub cpu: u16,
     /// Low half of the address behind the site's instruction.
@@ -88,6 +91,8 @@ pub struct RingReader {
     /// Slots (indices modulo capacity) whose writer was passed by a whole ring.
     tainted: BTreeSet<u64>,
     lost: u64,
+    /// Indices of what was lost since the last look, in pieces.
+    losses: Vec<Range<u64>>,
     corrupt: Option<RingCorrupt>,
 }
 
@@ -115,6 +120,7 @@ impl RingReader {
             pending: BTreeSet::new(),
             tainted: BTreeSet::new(),
             lost: 0,
+            losses: Vec::new(),
             corrupt: None,
         };
         let head = reader.memory(window)?.header.load(Ordering::Acquire);
@@ -129,10 +135,28 @@ impl RingReader {
         self.lost
     }
 
+    /// The indices of the records that were found lost since the last [`RingReader::look`].
+    #[must_use]
+    pub fn losses(&self) -> &[Range<u64>] {
+        &self.losses
+    }
+
     /// Records that were reserved, and not written when last looked at.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.pending.len()
+    }
+
+    /// How many of the pending records have an index in `range`.
+    #[must_use]
+    pub fn pending_within(&self, range: Range<u64>) -> usize {
+        if range.is_empty() { 0 } else { self.pending.range(range).count() }
+    }
+
+    /// Index of the first record that was not yet reserved at the last [`RingReader::look`].
+    #[must_use]
+    pub fn head(&self) -> u64 {
+        self.head
     }
 
     /// Why nothing more is read from this ring, if so.
@@ -143,6 +167,7 @@ impl RingReader {
 
     /// Looks at the head: what was reserved until now is what [`RingReader::read`] will look for.
     pub fn look(&mut self, window: &VolatileSlice<'_>) {
+        self.losses.clear();
         if self.corrupt.is_some() {
             return;
         }
@@ -200,7 +225,7 @@ impl RingReader {
             // What is a whole ring behind is gone; it need not be looked for one by one.
             let oldest = self.head.saturating_sub(capacity);
             if self.next < oldest {
-                self.lost += oldest - self.next;
+                self.lose(self.next..oldest);
                 self.next = oldest;
             }
             let end = self.head.min(self.next + BATCH as u64);
@@ -238,7 +263,7 @@ impl RingReader {
                 self.pass(index, was_pending || sequence < wanted);
             } else if sequence == wanted {
                 if self.tainted.contains(&(index & (capacity - 1))) {
-                    self.lost += 1;
+                    self.lose(index..index + 1);
                 } else {
                     records.push(record);
                 }
@@ -255,9 +280,17 @@ impl RingReader {
     /// A record is lost. If its writer had not come by the time its slot was passed by a whole ring,
     /// it may still come, and what it leaves in the slot can't be told from its successors'.
     fn pass(&mut self, index: u64, unwritten: bool) {
-        self.lost += 1;
+        self.lose(index..index + 1);
         if unwritten {
             self.tainted.insert(index & (self.layout.capacity() - 1));
+        }
+    }
+
+    fn lose(&mut self, records: Range<u64>) {
+        self.lost += records.end - records.start;
+        match self.losses.last_mut() {
+            Some(last) if last.end == records.start => last.end = records.end,
+            _ => self.losses.push(records),
         }
     }
 
@@ -266,6 +299,7 @@ impl RingReader {
         let sequence = memory.u64(offset + 24, Ordering::Acquire);
         let record = RawRecord {
             time: memory.u64(offset, Ordering::Relaxed),
+            index,
             cpu: self.cpu as u16,
             ip: memory.u32(offset + 8),
             parent: memory.u32(offset + 12),
@@ -396,6 +430,8 @@ mod tests {
         let read = guest.drain(&mut reader);
         assert_eq!(read, calls[1000 - 128..]);
         assert_eq!(reader.lost() + read.len() as u64, 1000);
+        assert_eq!(reader.losses().len(), 1, "in one piece");
+        assert_eq!(reader.losses()[0], 0..1000 - 128);
     }
 
     #[test]

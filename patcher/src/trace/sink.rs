@@ -1,6 +1,24 @@
 //! Where events go once they have names and an order.
 
 use std::io::{self, Seek, SeekFrom, Write};
+use std::ops::Deref;
+
+/// The name of a function, and a number that stands for nothing else in the same trace. A name may
+/// have several numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Name<'a> {
+    /// The number.
+    pub id: u64,
+    /// The name.
+    pub text: &'a str,
+}
+
+impl Deref for Name<'_> {
+    type Target = str;
+    fn deref(&self) -> &str {
+        self.text
+    }
+}
 
 /// One traced call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -10,9 +28,9 @@ pub struct Event<'a> {
     /// On which CPU it began.
     pub cpu: u16,
     /// The function that was called.
-    pub function: &'a str,
+    pub function: Name<'a>,
     /// The function that called it.
-    pub caller: &'a str,
+    pub caller: Name<'a>,
 }
 
 /// Takes events in the order of their time.
@@ -26,7 +44,8 @@ pub trait Sink {
     /// Takes one event.
     ///
     /// # Errors
-    /// What writing says.
+    /// What writing says. [`io::ErrorKind::WouldBlock`] means that there is no room for this one:
+    /// it is counted as dropped, and the next one is tried.
     fn event(&mut self, event: &Event<'_>) -> io::Result<()>;
 
     /// Lets a reader see everything up to now.
@@ -162,14 +181,19 @@ fn decimal(line: &mut Vec<u8>, mut value: u64, width: usize, pad: u8) {
 mod tests {
     use super::*;
 
+    const fn event(
+        time_ns: u64,
+        cpu: u16,
+        function: &'static str,
+        caller: &'static str,
+    ) -> Event<'static> {
+        let (function, caller) = (Name { id: 0, text: function }, Name { id: 1, text: caller });
+        Event { time_ns, cpu, function, caller }
+    }
+
     const EVENTS: [Event<'static>; 2] = [
-        Event { time_ns: 7_754_083_999, cpu: 1, function: "vfs_read", caller: "ksys_read" },
-        Event {
-            time_ns: 123_456_000_001_000,
-            cpu: 12,
-            function: "f",
-            caller: "0xffffffffc0001234",
-        },
+        event(7_754_083_999, 1, "vfs_read", "ksys_read"),
+        event(123_456_000_001_000, 12, "f", "0xffffffffc0001234"),
     ];
 
     fn trace<W: Write>(sink: &mut FtraceText<W>) {

@@ -176,9 +176,16 @@ mod tests {
     use std::io::Read;
     use std::{env, process, thread};
 
+    use patcher::trace::sink::Name;
+
     use super::*;
 
-    const EVENT: Event<'_> = Event { time_ns: 1_000_000, cpu: 0, function: "f", caller: "g" };
+    const EVENT: Event<'_> = Event {
+        time_ns: 1_000_000,
+        cpu: 0,
+        function: Name { id: 0, text: "f" },
+        caller: Name { id: 1, text: "g" },
+    };
 
     #[test]
     fn a_file_keeps_what_it_held_until_the_trace_begins() {

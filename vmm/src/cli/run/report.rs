@@ -149,6 +149,7 @@ mod tests {
     fn a_summary_tells_rate_losses_calls_and_stops() {
         let came_to = Summary {
             events: 12_345,
+            overrun: 0,
             lost: vec![0, 1_200, 34],
             unwritten: vec![1, 0, 0],
             late: 2,

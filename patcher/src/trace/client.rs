@@ -1,0 +1,171 @@
+//! One of those who trace a guest: which records are its own, and what became of them.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::names::Names;
+use super::ring::{RawRecord, RingCorrupt, RingReader};
+use super::sink::Event;
+use crate::machine::StopTimes;
+use crate::patch::Reverted;
+
+/// Where a client's trace stands.
+#[derive(Debug, Clone, Default)]
+pub struct Summary {
+    /// Events that the client has taken.
+    pub events: u64,
+    /// Events that it had no room for.
+    pub overrun: u64,
+    /// Records that came too late to be read, by CPU. Which functions they were of is not known: if
+    /// others trace the guest too, they may be theirs.
+    pub lost: Vec<u64>,
+    /// Records that were reserved and never written, by CPU; likewise.
+    pub unwritten: Vec<u64>,
+    /// Events given out behind later ones.
+    pub late: u64,
+    /// Rings that the guest has spoilt.
+    pub corrupt: Vec<RingCorrupt>,
+    /// Calls of every function that was called, most first.
+    pub functions: Vec<(Arc<str>, u64)>,
+    /// The stops that this client was the reason of.
+    pub stops: Vec<StopTimes>,
+    /// What disarming found, once it was done.
+    pub reverted: Option<Reverted>,
+}
+
+impl Summary {
+    /// Records that are missing in the trace.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.overrun + self.lost.iter().chain(&self.unwritten).sum::<u64>()
+    }
+}
+
+/// What a tracer keeps of a client.
+#[derive(Debug)]
+pub(super) struct Client<S> {
+    pub id: u64,
+    pub sink: S,
+    /// The records between these indices, by CPU, are its own if they are of its functions.
+    from: Vec<u64>,
+    to: Option<Vec<u64>>,
+    pub stops: Vec<StopTimes>,
+    pub reverted: Option<Reverted>,
+    /// Why its sink is given nothing any more.
+    pub failure: Option<io::Error>,
+    /// Calls by index of the function.
+    calls: Vec<u64>,
+    events: u64,
+    overrun: u64,
+    lost: Vec<u64>,
+    late: u64,
+    last_time: u64,
+}
+
+impl<S> Client<S> {
+    pub fn new(id: u64, sink: S, from: Vec<u64>, stops: Vec<StopTimes>) -> Self {
+        Self {
+            id,
+            sink,
+            lost: vec![0; from.len()],
+            from,
+            to: None,
+            stops,
+            reverted: None,
+            failure: None,
+            calls: Vec::new(),
+            events: 0,
+            overrun: 0,
+            late: 0,
+            last_time: 0,
+        }
+    }
+
+    /// No record from these indices on, by CPU, is its own. Only the first call counts.
+    pub fn end_at(&mut self, heads: Vec<u64>) {
+        self.to.get_or_insert(heads);
+    }
+
+    /// Indices of its records in the ring of `cpu`.
+    pub fn range(&self, cpu: usize) -> Range<u64> {
+        let end = |to: &Vec<u64>| to.get(cpu).copied();
+        let from = self.from.get(cpu).copied().unwrap_or(u64::MAX);
+        from..self.to.as_ref().and_then(end).unwrap_or(u64::MAX)
+    }
+
+    pub fn owns(&self, record: &RawRecord) -> bool {
+        self.range(usize::from(record.cpu)).contains(&record.index)
+    }
+
+    /// Takes note of what `reader` has lost in its last pass.
+    pub fn note_losses(&mut self, cpu: usize, reader: &RingReader) {
+        let own = self.range(cpu);
+        for lost in reader.losses() {
+            let overlap = lost.end.min(own.end).saturating_sub(lost.start.max(own.start));
+            self.lost[cpu] += overlap;
+        }
+    }
+
+    /// Records of its own, or of others, that are reserved in that ring and not written.
+    pub fn pending(&self, cpu: usize, reader: &RingReader) -> usize {
+        reader.pending_within(self.range(cpu))
+    }
+
+    /// Gives an event, of the function with that index, to the sink.
+    pub fn give(
+        &mut self,
+        index: usize,
+        event: &Event<'_>,
+        give: &mut impl FnMut(&mut S, &Event<'_>) -> io::Result<()>,
+    ) {
+        let result = match self.failure {
+            None => give(&mut self.sink, event),
+            Some(_) => Err(io::ErrorKind::WouldBlock.into()),
+        };
+        match result {
+            Ok(()) => {
+                self.events += 1;
+                if index >= self.calls.len() {
+                    self.calls.resize(index + 1, 0);
+                }
+                self.calls[index] += 1;
+                self.late += u64::from(event.time_ns < self.last_time);
+                self.last_time = self.last_time.max(event.time_ns);
+            }
+            Err(error) => {
+                self.overrun += 1;
+                if error.kind() != io::ErrorKind::WouldBlock {
+                    self.failure = Some(error);
+                }
+            }
+        }
+    }
+
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    pub fn missed(&self) -> u64 {
+        self.overrun + self.lost.iter().sum::<u64>()
+    }
+
+    pub fn summary(&self, readers: &[RingReader], names: &Names<'_>) -> Summary {
+        let pending = readers.iter().enumerate();
+        let called = self.calls.iter().enumerate().filter(|(_, calls)| **calls > 0);
+        let mut functions: Vec<_> =
+            called.map(|(index, calls)| (Arc::clone(names.function(index)), *calls)).collect();
+        functions.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
+        Summary {
+            events: self.events,
+            overrun: self.overrun,
+            lost: self.lost.clone(),
+            unwritten: pending.map(|(cpu, reader)| self.pending(cpu, reader) as u64).collect(),
+            late: self.late,
+            corrupt: readers.iter().filter_map(RingReader::corrupt).cloned().collect(),
+            functions,
+            stops: self.stops.clone(),
+            reverted: self.reverted.clone(),
+        }
+    }
+}

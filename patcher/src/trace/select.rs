@@ -1,0 +1,75 @@
+//! Which of a kernel's functions are to be traced.
+
+use std::collections::BTreeMap;
+
+use super::filter::{Filter, FilterError};
+use crate::kernel::{Kernel, Pads, PadsError, Refused, Site};
+use crate::machine::Machine;
+
+/// The functions that are to be traced.
+#[derive(Debug)]
+pub struct Selection {
+    /// Those that can be.
+    pub sites: Vec<Site>,
+    /// Those that the filter names and that can't, with the reason.
+    pub refused: Vec<Refused>,
+    /// Pads that the kernel has, selected or not.
+    pub pads: usize,
+}
+
+/// No functions could be chosen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SelectError {
+    /// The kernel's pads can't be listed.
+    #[error(transparent)]
+    Pads(#[from] PadsError),
+    /// The filter names nothing.
+    #[error(transparent)]
+    Filter(#[from] FilterError),
+}
+
+impl Selection {
+    /// Chooses among the pads of `kernel` as they are now. Nothing in the guest is touched.
+    ///
+    /// Functions that are traced already look like functions that the guest traces;
+    /// [`Tracer::select`](super::tracer::Tracer::select) knows its own.
+    ///
+    /// # Errors
+    /// [`SelectError`].
+    pub fn new(
+        kernel: &Kernel,
+        machine: &dyn Machine,
+        filter: &Filter,
+    ) -> Result<Self, SelectError> {
+        Ok(Self::among(kernel.pads(machine.ram())?, filter)?)
+    }
+
+    /// Chooses among these pads.
+    ///
+    /// # Errors
+    /// The filter names nothing.
+    pub fn among(pads: Pads, filter: &Filter) -> Result<Self, FilterError> {
+        let Pads { mut sites, mut refused } = pads;
+        let pads = sites.len() + refused.len();
+        filter.check(
+            sites.iter().map(|site| &*site.name),
+            refused.iter().map(|refused| (&*refused.name, refused.why.label())),
+        )?;
+        sites.retain(|site| filter.selects(&site.name));
+        refused.retain(|refused| filter.selects(&refused.name));
+        Ok(Self { sites, refused, pads })
+    }
+}
+
+/// How many functions were refused for each reason, most first.
+#[must_use]
+pub fn refusals(refused: &[Refused]) -> Vec<(&'static str, usize)> {
+    let mut counts = BTreeMap::new();
+    for refused in refused {
+        *counts.entry(refused.why.label()).or_insert(0) += 1;
+    }
+    let mut counts: Vec<_> = counts.into_iter().collect();
+    counts.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    counts
+}

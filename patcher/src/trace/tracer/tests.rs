@@ -1,0 +1,312 @@
+use std::io::ErrorKind;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use proptest::prelude::*;
+use vm_memory::{Bytes, VolatileMemory};
+
+use super::*;
+use crate::region::RECORD_BYTES;
+use crate::synthetic::{Blueprint, Guest};
+use crate::trace::filter::Glob;
+
+/// A guest whose calls the test makes: it does to the rings what the trampoline does.
+struct Traced {
+    guest: Guest,
+    kernel: Kernel,
+    region: MappedRegion,
+}
+
+/// What a client in these tests was given: function and time.
+type Given = Vec<(String, u64)>;
+
+impl Traced {
+    fn new() -> Self {
+        let guest = Guest::new(&Blueprint { functions: 1100, ..Blueprint::default() });
+        let kernel = guest.kernel();
+        let region = MappedRegion::new(&guest, &kernel).unwrap();
+        Self { guest, kernel, region }
+    }
+
+    fn tracer<S>(&self) -> Tracer<'_, S> {
+        Tracer::new(&self.guest, &self.kernel, &self.region).unwrap()
+    }
+
+    fn is_armed(&self, function: usize) -> bool {
+        self.guest.peek(self.guest.functions[function].pad, 1) == [0xe8]
+    }
+
+    fn reserve(&self, cpu: usize) -> u64 {
+        let window = self.guest.region_rings().memory;
+        let header = self.region.rings().header_offset(cpu);
+        window.get_atomic_ref::<AtomicU64>(header).unwrap().fetch_add(1, Ordering::AcqRel)
+    }
+
+    fn fill(&self, cpu: usize, index: u64, function: usize, time: u64) {
+        let window = self.guest.region_rings().memory;
+        let slot = self.region.rings().slot_offset(cpu, index);
+        window.write_obj(time, slot).unwrap();
+        window.write_obj((self.guest.functions[function].pad.0 + 5) as u32, slot + 8).unwrap();
+        window.write_obj(self.guest.functions[0].entry.0 as u32 + 40, slot + 12).unwrap();
+        window.write_obj(index + 1, slot + RECORD_BYTES as usize - 8).unwrap();
+    }
+
+    /// A call of a function; makes a record if the function is armed.
+    fn call(&self, cpu: usize, function: usize, time: u64) {
+        if self.is_armed(function) {
+            let index = self.reserve(cpu);
+            self.fill(cpu, index, function, time);
+        }
+    }
+}
+
+fn only(globs: &[&str]) -> Filter {
+    Filter { only: globs.iter().map(|glob| Glob::new(glob)).collect(), except: Vec::new() }
+}
+
+fn keep(given: &mut Given, event: &Event<'_>) -> io::Result<()> {
+    given.push((event.function.to_string(), event.time_ns));
+    Ok(())
+}
+
+fn add(tracer: &mut Tracer<'_, Given>, globs: &[&str]) -> (ClientId, Armed) {
+    let selection = tracer.select(&only(globs)).unwrap();
+    tracer.add(&selection, Given::new()).unwrap()
+}
+
+/// Ends a client and gives what it got.
+fn end(tracer: &mut Tracer<'_, Given>, client: ClientId) -> Finished<Given> {
+    tracer.remove(client).unwrap();
+    tracer.drain(keep);
+    assert!(tracer.is_settled(client));
+    tracer.finish(client, keep).unwrap()
+}
+
+fn times(finished: &Finished<Given>) -> Vec<u64> {
+    finished.sink.iter().map(|(_, time)| *time).collect()
+}
+
+const READ: usize = 0;
+const WRITE: usize = 1;
+
+#[test]
+fn each_client_gets_the_calls_of_its_functions_in_its_time_and_no_others() {
+    let traced = Traced::new();
+    let mut tracer = traced.tracer();
+    let (reads, armed) = add(&mut tracer, &["vfs_read"]);
+    assert_eq!((armed.functions, armed.written), (1, 1));
+    traced.call(0, READ, 10);
+    traced.call(1, WRITE, 11);
+    let (both, armed) = add(&mut tracer, &["vfs_*"]);
+    assert_eq!((armed.functions, armed.written), (2, 1), "one of them was armed already");
+    traced.call(1, READ, 20);
+    traced.call(0, WRITE, 21);
+    tracer.drain(keep);
+    let first = end(&mut tracer, reads);
+    traced.call(0, READ, 30);
+    let second = end(&mut tracer, both);
+    traced.call(0, READ, 40);
+    assert_eq!(times(&first), [10, 20]);
+    assert_eq!(first.summary.functions, [("vfs_read".into(), 2)]);
+    assert_eq!(times(&second), [20, 21, 30]);
+    assert_eq!(second.summary.functions, [("vfs_read".into(), 2), ("vfs_write".into(), 1)]);
+    assert_eq!((first.summary.dropped(), second.summary.dropped()), (0, 0));
+}
+
+#[test]
+fn a_function_stays_armed_until_the_last_client_that_traces_it_goes() {
+    let traced = Traced::new();
+    let text = traced.guest.peek(traced.guest.blueprint().base, 0x20_0000);
+    let mut tracer = traced.tracer();
+    let (first, _) = add(&mut tracer, &["vfs_*"]);
+    let (second, armed) = add(&mut tracer, &["vfs_read", "function_00002"]);
+    assert_eq!(armed.written, 1);
+    let (third, armed) = add(&mut tracer, &["vfs_read"]);
+    assert_eq!((armed.functions, armed.written, armed.stop), (1, 0, StopTimes::default()));
+    let armed = |traced: &Traced| [0, 1, 2].map(|function| traced.is_armed(function));
+    assert_eq!(armed(&traced), [true, true, true]);
+    assert_eq!(end(&mut tracer, first).summary.reverted.unwrap().restored, 1);
+    assert_eq!(armed(&traced), [true, false, true]);
+    let finished = end(&mut tracer, third);
+    assert_eq!((finished.summary.stops.len(), armed(&traced)), (0, [true, false, true]));
+    assert_eq!(end(&mut tracer, second).summary.stops.len(), 2);
+    assert!(traced.guest.peek(traced.guest.blueprint().base, 0x20_0000) == text);
+}
+
+#[test]
+fn a_tracer_that_is_dropped_leaves_nothing_armed() {
+    let traced = Traced::new();
+    let mut tracer = traced.tracer();
+    add(&mut tracer, &["vfs_*"]);
+    add(&mut tracer, &["function_0000*"]);
+    assert!(traced.is_armed(READ));
+    drop(tracer);
+    assert!((0..1100).all(|function| !traced.is_armed(function)));
+}
+
+#[test]
+fn pads_of_its_own_are_told_from_those_that_the_guest_traces() {
+    let traced = Traced::new();
+    let mut tracer = traced.tracer();
+    let idle = tracer.pads().unwrap();
+    add(&mut tracer, &["vfs_*"]);
+    add(&mut tracer, &["vfs_read"]);
+    assert_eq!(tracer.pads().unwrap().sites, idle.sites);
+    let function = |at| traced.guest.functions.iter().position(|f| f.pad == at).unwrap();
+    let armed: Vec<_> = tracer.armed_pads().map(|(at, clients)| (function(at), clients)).collect();
+    assert_eq!(armed, [(READ, 2), (WRITE, 1)]);
+    // The guest writes over one of them: it is nobody's that we know.
+    traced.guest.poke(traced.guest.functions[READ].pad, &[0x0f, 0x0b, 0, 0, 0]);
+    let refused = tracer.pads().unwrap().refused;
+    assert!(refused.iter().any(|refused| &*refused.name == "vfs_read"));
+}
+
+#[test]
+fn a_client_without_room_or_that_fails_costs_no_other_anything() {
+    let traced = Traced::new();
+    let mut tracer: Tracer<'_, &'static str> = traced.tracer();
+    let mut seen = Vec::new();
+    let mut clients = Vec::new();
+    for name in ["good", "full", "broken"] {
+        let selection = tracer.select(&only(&["vfs_*"])).unwrap();
+        clients.push(tracer.add(&selection, name).unwrap().0);
+    }
+    let mut give = |name: &mut &'static str, event: &Event<'_>| match *name {
+        "full" if event.time_ns < 3 => Err(ErrorKind::WouldBlock.into()),
+        "broken" if event.time_ns == 2 => Err(ErrorKind::BrokenPipe.into()),
+        name => {
+            seen.push((name, event.time_ns));
+            Ok(())
+        }
+    };
+    (1..=4).for_each(|time| traced.call(0, READ, time));
+    tracer.drain(&mut give);
+    tracer.drain(&mut give);
+    let events = clients.iter().map(|client| tracer.progress(*client).unwrap().events);
+    assert_eq!(events.collect::<Vec<_>>(), [4, 2, 1]);
+    for (client, (overrun, failed)) in clients.into_iter().zip([(0, false), (2, false), (3, true)])
+    {
+        tracer.remove(client).unwrap();
+        let finished = tracer.finish(client, &mut give).unwrap();
+        assert_eq!((finished.summary.overrun, finished.failure.is_some()), (overrun, failed));
+        assert_eq!(finished.summary.events + finished.summary.dropped(), 4);
+    }
+    assert!(seen.iter().filter(|(name, _)| *name == "good").count() == 4);
+}
+
+#[test]
+fn what_the_rings_lost_is_counted_for_those_who_were_there() {
+    let traced = Traced::new();
+    let mut tracer = traced.tracer();
+    let (early, _) = add(&mut tracer, &["vfs_read"]);
+    let capacity = traced.region.rings().capacity();
+    (0..100).for_each(|time| traced.call(0, READ, time));
+    let (late, _) = add(&mut tracer, &["vfs_*"]);
+    (0..capacity + 10).for_each(|time| traced.call(0, READ, 100 + time));
+    let late = end(&mut tracer, late).summary;
+    let early = end(&mut tracer, early).summary;
+    assert_eq!((late.events, &late.lost[..]), (capacity, &[10, 0][..]));
+    assert_eq!((early.events, &early.lost[..]), (capacity, &[110, 0][..]));
+}
+
+#[test]
+fn a_record_that_is_not_written_is_its_clients_loss_and_a_late_one_nobodys() {
+    let traced = Traced::new();
+    let mut tracer = traced.tracer();
+    let (other, _) = add(&mut tracer, &["vfs_write"]);
+    let (client, _) = add(&mut tracer, &["vfs_read"]);
+    let stuck = traced.reserve(1);
+    tracer.remove(client).unwrap();
+    tracer.drain(keep);
+    assert!(!tracer.is_settled(client));
+    let summary = tracer.finish(client, keep).unwrap().summary;
+    assert_eq!((summary.unwritten, summary.events), (vec![0, 1], 0));
+    // Its writer goes on when the function is armed no more. No ring is taken to be spoilt by that.
+    traced.fill(1, stuck, READ, 5);
+    let index = traced.reserve(0);
+    traced.fill(0, index, READ, 6);
+    traced.call(0, WRITE, 7);
+    let summary = end(&mut tracer, other);
+    assert_eq!((times(&summary), summary.summary.corrupt), (vec![7], vec![]));
+}
+
+#[test]
+fn no_more_clients_are_taken_than_there_is_room_for() {
+    let traced = Traced::new();
+    let mut tracer = traced.tracer();
+    let clients: Vec<_> = (0..MAX_CLIENTS).map(|_| add(&mut tracer, &["vfs_read"]).0).collect();
+    let selection = tracer.select(&only(&["vfs_write"])).unwrap();
+    assert!(matches!(tracer.add(&selection, Given::new()), Err(ArmError::TooManyClients)));
+    assert!(!traced.is_armed(WRITE));
+    end(&mut tracer, clients[3]);
+    tracer.add(&selection, Given::new()).unwrap();
+    assert!(traced.is_armed(WRITE));
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Add(Vec<usize>),
+    Remove(usize),
+    Call(usize, usize),
+    Drain,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => prop::collection::btree_set(2_usize..12, 1..6)
+            .prop_map(|functions| Step::Add(functions.into_iter().collect())),
+        2 => (0_usize..8).prop_map(Step::Remove),
+        8 => (0_usize..2, 2_usize..12).prop_map(|(cpu, function)| Step::Call(cpu, function)),
+        2 => Just(Step::Drain),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn whatever_comes_and_goes_each_client_gets_its_own(steps in prop::collection::vec(step(), 1..60)) {
+        let traced = Traced::new();
+        let mut tracer = traced.tracer();
+        // What each client is to trace, and the calls that it has to get.
+        let mut clients: Vec<(ClientId, Vec<usize>, Vec<u64>)> = Vec::new();
+        let check = |finished: Finished<Given>, expected: &[u64]| {
+            assert_eq!(times(&finished), expected);
+            assert_eq!(finished.summary.dropped(), 0);
+        };
+        for (time, step) in (1..).zip(steps) {
+            match step {
+                Step::Add(functions) if clients.len() < 8 => {
+                    let names: Vec<String> =
+                        functions.iter().map(|f| format!("function_{f:05}")).collect();
+                    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                    let (client, _) = add(&mut tracer, &names);
+                    clients.push((client, functions, Vec::new()));
+                }
+                Step::Remove(nth) if nth < clients.len() => {
+                    let (client, _, expected) = clients.remove(nth);
+                    check(end(&mut tracer, client), &expected);
+                }
+                Step::Call(cpu, function) => {
+                    traced.call(cpu, function, time);
+                    for (_, functions, expected) in &mut clients {
+                        if functions.contains(&function) {
+                            expected.push(time);
+                        }
+                    }
+                }
+                Step::Drain => {
+                    tracer.drain(keep);
+                }
+                Step::Add(_) | Step::Remove(_) => {}
+            }
+            for function in 2..12 {
+                let wanted = clients.iter().any(|(_, functions, _)| functions.contains(&function));
+                prop_assert_eq!(traced.is_armed(function), wanted);
+            }
+        }
+        for (client, _, expected) in clients {
+            check(end(&mut tracer, client), &expected);
+        }
+        prop_assert!((2..12).all(|function| !traced.is_armed(function)));
+    }
+}
