@@ -121,6 +121,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// first.
     fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
 
+    /// Whether a record holds the high half of its caller's address too: callers may be so far from
+    /// the kernel's image, in modules, that the low half does not tell them.
+    fn records_whole_callers(&self) -> bool {
+        false
+    }
+
     /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.
     ///
     /// # Errors

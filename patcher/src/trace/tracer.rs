@@ -244,7 +244,8 @@ impl<'m, S> Tracer<'m, S> {
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
         let window = self.machine.region_rings();
         let cpus = 0..self.rings.cpus();
-        cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu)).collect()
+        let order = self.kernel.arch().byte_order();
+        cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu, order)).collect()
     }
 
     /// Ends a client's trace: what no other client traces is put back in one stop. Records until then

@@ -133,6 +133,10 @@ impl Arch for S390X {
         &[]
     }
 
+    fn records_whole_callers(&self) -> bool {
+        true
+    }
+
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
     }
