@@ -118,6 +118,11 @@ pub fn run(options: &Options) -> Result<Status> {
     conclude(reason, watched.unwrap_or_else(|panic| panic::resume_unwind(panic)))
 }
 
+fn panic_said() -> Status {
+    say(GuestExit::Panicked);
+    Status::GuestPanicked
+}
+
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
     let Watched { panicked, summary, too_early, error } = watched;
@@ -134,10 +139,8 @@ fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
         Reason::Console(error) => return Err(error),
         Reason::ReaderGone => return Ok(Status::Success),
         _ if reader_gone => return Ok(Status::Success),
-        _ if panicked => {
-            say("the guest's kernel has panicked");
-            Status::GuestPanicked
-        }
+        Reason::Guest(GuestExit::Panicked) => panic_said(),
+        _ if panicked => panic_said(),
         Reason::Guest(GuestExit::PowerOff) => Status::Success,
         Reason::Guest(GuestExit::Reboot) => {
             say("the guest asked for a reboot, which ends it here");
