@@ -5,7 +5,8 @@
 //! .prepare()          the list of writes, so that nothing is allocated
 //! journal             in guests that outlive us: what is going to be written, on the disk
 //! machine.stop()
-//! .verify(stopped)    every site holds what is expected, no vCPU stands inside one
+//! .verify(stopped)    every site holds what is expected or already what is wanted, no vCPU stands
+//!                     inside one
 //! .apply()            write, read back; on any failure the originals   inside the stop
 //! resume
 //! ```
@@ -177,6 +178,13 @@ impl Patchset {
         Ok(Self { sites: sites.into() })
     }
 
+    /// The same without the sites of these indices, which ascend.
+    fn without(&self, indices: &[usize]) -> Self {
+        let sites = self.sites.iter().enumerate();
+        let kept = sites.filter(|(index, _)| indices.binary_search(index).is_err());
+        Self { sites: kept.map(|(_, site)| site.clone()).collect() }
+    }
+
     /// The sites, in the order of their guest-physical addresses.
     #[must_use]
     pub fn sites(&self) -> &[Site] {
@@ -211,7 +219,9 @@ pub struct Prepared<'p> {
 }
 
 impl<'p> Prepared<'p> {
-    /// Compares every site with its original bytes and checks that no vCPU stands inside one.
+    /// Compares every site with its original bytes and checks that no vCPU stands inside one. A site
+    /// that holds its replacement already is as wanted: it will not be written, and not be reverted
+    /// with the others.
     ///
     /// # Errors
     /// [`VerifyError`]; nothing has been written.
@@ -221,9 +231,12 @@ impl<'p> Prepared<'p> {
         stopped: &'s mut dyn Stopped,
         vcpus: usize,
     ) -> Result<Verified<'s>, VerifyError> {
-        for site in &*self.patchset.sites {
+        let mut already = Vec::new();
+        for (index, site) in self.patchset.sites.iter().enumerate() {
             let found = read_site(ram, site)?;
-            if found != site.original {
+            if found == site.replacement {
+                already.push(index);
+            } else if found != site.original {
                 return Err(VerifyError::Mismatch {
                     function: Arc::clone(&site.function),
                     at: site.at,
@@ -244,7 +257,7 @@ impl<'p> Prepared<'p> {
                 });
             }
         }
-        Ok(Verified { prepared: self, ram, stopped })
+        Ok(Verified { prepared: self, already, ram, stopped })
     }
 
     /// The site that `pc` lies strictly inside of.
@@ -272,18 +285,33 @@ fn read_site(ram: &dyn PhysMem, site: &Site) -> Result<PadBytes, VerifyError> {
 /// A patchset whose sites hold what is expected, in a guest that stands still.
 pub struct Verified<'s> {
     prepared: &'s Prepared<'s>,
+    /// Indices of the sites that hold their replacements, ascending.
+    already: Vec<usize>,
     ram: &'s dyn PhysMem,
     stopped: &'s mut dyn Stopped,
 }
 
 impl Verified<'_> {
-    /// Writes every site and reads it back.
+    /// Writes every site that does not hold its replacement yet, and reads it back.
     ///
     /// # Errors
     /// [`ApplyError`]; with [`ApplyError::RolledBack`] the guest's text is as it was.
     pub fn apply(self) -> Result<Applied, ApplyError> {
-        let Self { prepared, ram, stopped } = self;
-        let sites = &prepared.patchset.sites;
+        let Self { prepared, already, ram, stopped } = self;
+        let (some, some_prepared);
+        let (patchset, prepared) = if already.is_empty() {
+            (prepared.patchset, prepared)
+        } else {
+            // Nobody arms a function twice in a hurry: this may allocate.
+            some = prepared.patchset.without(&already);
+            some_prepared = some.prepare();
+            (&some, &some_prepared)
+        };
+        let applied = Applied { patchset: patchset.clone(), already: already.len() };
+        let sites = &patchset.sites;
+        if sites.is_empty() {
+            return Ok(applied);
+        }
         let failed = match stopped.write_text(&prepared.replacements) {
             Ok(()) => {
                 sites.iter().enumerate().find_map(|(index, site)| match read_site(ram, site) {
@@ -295,7 +323,7 @@ impl Verified<'_> {
             Err(error) => Some((error.index, error.reason)),
         };
         let Some((index, reason)) = failed else {
-            return Ok(Applied { patchset: prepared.patchset.clone() });
+            return Ok(applied);
         };
         let function = Arc::clone(&sites[index.min(sites.len() - 1)].function);
         write_out(stopped, &prepared.originals);
@@ -316,6 +344,7 @@ impl Verified<'_> {
 #[derive(Debug)]
 pub struct Applied {
     patchset: Patchset,
+    already: usize,
 }
 
 impl From<&Site> for Entry {
@@ -347,13 +376,19 @@ impl Applied {
         };
         let sites = journal.sites().into_iter().map(site).collect::<Result<Vec<_>, _>>()?;
         match Patchset::plan(sites) {
-            Ok(patchset) => Ok(Some(Self { patchset })),
+            Ok(patchset) => Ok(Some(Self { patchset, already: 0 })),
             Err(PlanError::Empty) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// The sites that are in force.
+    /// How many sites were as wanted before, and so are not this patchset's to revert.
+    #[must_use]
+    pub fn already(&self) -> usize {
+        self.already
+    }
+
+    /// The sites that were written.
     #[must_use]
     pub fn sites(&self) -> &[Site] {
         self.patchset.sites()
@@ -364,7 +399,8 @@ impl Applied {
     pub fn join(self, other: Self) -> Self {
         let mut sites: Vec<Site> = self.sites().iter().chain(other.sites()).cloned().collect();
         sites.sort_unstable_by_key(|site| site.gpa);
-        Self { patchset: Patchset { sites: sites.into() } }
+        let already = self.already + other.already;
+        Self { patchset: Patchset { sites: sites.into() }, already }
     }
 
     /// The sites of which `goes` says so, and the others; `None` for none.
@@ -373,7 +409,8 @@ impl Applied {
         let (going, staying): (Vec<Site>, Vec<Site>) =
             self.sites().iter().cloned().partition(|site| goes(site));
         let some = |sites: Vec<Site>| {
-            (!sites.is_empty()).then(|| Self { patchset: Patchset { sites: sites.into() } })
+            (!sites.is_empty())
+                .then(|| Self { patchset: Patchset { sites: sites.into() }, already: 0 })
         };
         (some(going), some(staying))
     }

@@ -65,7 +65,14 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
 
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
     code.extend([0xb9, 0x04, 0x00, 0x10]); //             lgr %r1,%r0: `br %r0` branches nowhere
-    code.extend([0x07, 0xf1]); //                         br %r1
+    match logger.resume {
+        0 => code.extend([0x07, 0xf1]), //                br %r1
+        resume => {
+            let [high, low] = resume.to_be_bytes();
+            debug_assert!(high < 16, "a displacement has twelve bits");
+            code.extend([0x47, 0xf0, 0x10 | high, low]); // b resume(%r1)
+        }
+    }
     Ok(code)
 }
 
@@ -98,6 +105,7 @@ mod tests {
             cpu_number: 0x3a0,
             rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
+            resume: 0,
             returns: ReturnForm::Plain,
         }
     }
@@ -156,6 +164,13 @@ mod tests {
         logger.clock = false;
         let code = assemble(&logger, AT).unwrap();
         assert!(listing(&code).contains(&"mvghi 0(%r1), 0".to_owned()));
+    }
+
+    #[test]
+    fn a_function_goes_on_behind_its_block() {
+        let logger = Logger { resume: 18, ..logger(AT + (2 << 20)) };
+        let code = assemble(&logger, AT).unwrap();
+        assert_eq!(listing(&code).last().unwrap(), "b 0x12(%r1)");
     }
 
     #[test]
