@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use benches::native::{NativeGuest, Pad};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use patcher::arch::ByteOrder;
 use patcher::trace::merge::Merger;
 use patcher::trace::ring::RingReader;
 
@@ -35,8 +36,9 @@ fn drain(criterion: &mut Criterion) {
     group.bench_function("read and merge", |bencher| {
         bencher.iter_batched(
             || {
-                let reader = RingReader::new(&guest.rings().memory, guest.layout(), 0)
-                    .expect("the ring lies in its window");
+                let reader =
+                    RingReader::new(&guest.rings().memory, guest.layout(), 0, ByteOrder::Little)
+                        .expect("the ring lies in its window");
                 (0..RECORDS).for_each(|_| function());
                 reader
             },

@@ -69,7 +69,8 @@ impl NativeGuest {
 
         let layout =
             RingLayout::new(Gva(rings.address()), rings_len as u64, 1).map_err(io::Error::other)?;
-        let logger = Logger { cpu_number: 0, rings: layout, clock, returns: ReturnForm::Plain };
+        let logger =
+            Logger { cpu_number: 0, rings: layout, clock, resume: 0, returns: ReturnForm::Plain };
         let base = code.address();
         let trampoline = Gva(base + TRAMPOLINE_AT as u64);
         let bytes = X86_64.assemble_logger(trampoline, &logger).map_err(io::Error::other)?;

@@ -5,6 +5,7 @@
 use std::arch::asm;
 
 use benches::native::{NativeGuest, Pad};
+use patcher::arch::ByteOrder;
 use patcher::trace::ring::RingReader;
 
 /// Everything that a call may see or change.
@@ -90,7 +91,8 @@ fn call_with(address: u64, before: &State) -> State {
 fn every_register_and_flag_is_as_it_was() {
     let guest = NativeGuest::new(1 << 20, true).unwrap();
     let mut calls = 0;
-    let mut reader = RingReader::new(&guest.rings().memory, guest.layout(), 0).unwrap();
+    let mut reader =
+        RingReader::new(&guest.rings().memory, guest.layout(), 0, ByteOrder::Little).unwrap();
     for bits in 0..64_u64 {
         // Every combination of the six arithmetic flags; the rest (IF and the fixed bit) as usual.
         let mut flags = 0x202;
@@ -119,7 +121,8 @@ fn every_register_and_flag_is_as_it_was() {
 #[test]
 fn an_idle_pad_records_nothing() {
     let guest = NativeGuest::new(1 << 20, true).unwrap();
-    let mut reader = RingReader::new(&guest.rings().memory, guest.layout(), 0).unwrap();
+    let mut reader =
+        RingReader::new(&guest.rings().memory, guest.layout(), 0, ByteOrder::Little).unwrap();
     guest.function(Pad::Bare)();
     guest.function(Pad::Idle)();
     reader.look(&guest.rings().memory);

@@ -6,6 +6,7 @@
 
 mod apt;
 mod architecture;
+mod bare;
 mod cache;
 mod capture;
 mod command;
@@ -20,6 +21,7 @@ mod qemu;
 
 pub use apt::AptError;
 pub use architecture::{Architecture, UnknownArchitecture};
+pub use bare::{Bare, BareError, BareFunction};
 pub use cache::{Cache, CacheError};
 pub use capture::{Capture, CaptureError, CaptureOptions, capture, capture_in};
 pub use command::CommandError;

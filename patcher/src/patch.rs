@@ -4,7 +4,8 @@
 //! Patchset::plan      sites in order, disjoint, within pages          outside the stop
 //! .prepare()          the list of writes, so that nothing is allocated
 //! machine.stop()
-//! .verify(stopped)    every site holds what is expected, no vCPU stands inside one
+//! .verify(stopped)    every site holds what is expected or already what is wanted, no vCPU stands
+//!                     inside one
 //! .apply()            write, read back; on any failure the originals   inside the stop
 //! resume
 //! ```
@@ -175,6 +176,13 @@ impl Patchset {
         Ok(Self { sites: sites.into() })
     }
 
+    /// The same without the sites of these indices, which ascend.
+    fn without(&self, indices: &[usize]) -> Self {
+        let sites = self.sites.iter().enumerate();
+        let kept = sites.filter(|(index, _)| indices.binary_search(index).is_err());
+        Self { sites: kept.map(|(_, site)| site.clone()).collect() }
+    }
+
     /// The sites, in the order of their guest-physical addresses.
     #[must_use]
     pub fn sites(&self) -> &[Site] {
@@ -209,7 +217,9 @@ pub struct Prepared<'p> {
 }
 
 impl<'p> Prepared<'p> {
-    /// Compares every site with its original bytes and checks that no vCPU stands inside one.
+    /// Compares every site with its original bytes and checks that no vCPU stands inside one. A site
+    /// that holds its replacement already is as wanted: it will not be written, and not be reverted
+    /// with the others.
     ///
     /// # Errors
     /// [`VerifyError`]; nothing has been written.
@@ -219,9 +229,12 @@ impl<'p> Prepared<'p> {
         stopped: &'s mut dyn Stopped,
         vcpus: usize,
     ) -> Result<Verified<'s>, VerifyError> {
-        for site in &*self.patchset.sites {
+        let mut already = Vec::new();
+        for (index, site) in self.patchset.sites.iter().enumerate() {
             let found = read_site(ram, site)?;
-            if found != site.original {
+            if found == site.replacement {
+                already.push(index);
+            } else if found != site.original {
                 return Err(VerifyError::Mismatch {
                     function: Arc::clone(&site.function),
                     at: site.at,
@@ -242,7 +255,7 @@ impl<'p> Prepared<'p> {
                 });
             }
         }
-        Ok(Verified { prepared: self, ram, stopped })
+        Ok(Verified { prepared: self, already, ram, stopped })
     }
 
     /// The site that `pc` lies strictly inside of.
@@ -270,18 +283,33 @@ fn read_site(ram: &dyn PhysMem, site: &Site) -> Result<PadBytes, VerifyError> {
 /// A patchset whose sites hold what is expected, in a guest that stands still.
 pub struct Verified<'s> {
     prepared: &'s Prepared<'s>,
+    /// Indices of the sites that hold their replacements, ascending.
+    already: Vec<usize>,
     ram: &'s dyn PhysMem,
     stopped: &'s mut dyn Stopped,
 }
 
 impl Verified<'_> {
-    /// Writes every site and reads it back.
+    /// Writes every site that does not hold its replacement yet, and reads it back.
     ///
     /// # Errors
     /// [`ApplyError`]; with [`ApplyError::RolledBack`] the guest's text is as it was.
     pub fn apply(self) -> Result<Applied, ApplyError> {
-        let Self { prepared, ram, stopped } = self;
-        let sites = &prepared.patchset.sites;
+        let Self { prepared, already, ram, stopped } = self;
+        let (some, some_prepared);
+        let (patchset, prepared) = if already.is_empty() {
+            (prepared.patchset, prepared)
+        } else {
+            // Nobody arms a function twice in a hurry: this may allocate.
+            some = prepared.patchset.without(&already);
+            some_prepared = some.prepare();
+            (&some, &some_prepared)
+        };
+        let applied = Applied { patchset: patchset.clone(), already: already.len() };
+        let sites = &patchset.sites;
+        if sites.is_empty() {
+            return Ok(applied);
+        }
         let failed = match stopped.write_text(&prepared.replacements) {
             Ok(()) => {
                 sites.iter().enumerate().find_map(|(index, site)| match read_site(ram, site) {
@@ -293,7 +321,7 @@ impl Verified<'_> {
             Err(error) => Some((error.index, error.reason)),
         };
         let Some((index, reason)) = failed else {
-            return Ok(Applied { patchset: prepared.patchset.clone() });
+            return Ok(applied);
         };
         let function = Arc::clone(&sites[index.min(sites.len() - 1)].function);
         write_out(stopped, &prepared.originals);
@@ -314,10 +342,17 @@ impl Verified<'_> {
 #[derive(Debug)]
 pub struct Applied {
     patchset: Patchset,
+    already: usize,
 }
 
 impl Applied {
-    /// The sites that are in force.
+    /// How many sites were as wanted before, and so are not this patchset's to revert.
+    #[must_use]
+    pub fn already(&self) -> usize {
+        self.already
+    }
+
+    /// The sites that were written.
     #[must_use]
     pub fn sites(&self) -> &[Site] {
         self.patchset.sites()
@@ -328,7 +363,8 @@ impl Applied {
     pub fn join(self, other: Self) -> Self {
         let mut sites: Vec<Site> = self.sites().iter().chain(other.sites()).cloned().collect();
         sites.sort_unstable_by_key(|site| site.gpa);
-        Self { patchset: Patchset { sites: sites.into() } }
+        let already = self.already + other.already;
+        Self { patchset: Patchset { sites: sites.into() }, already }
     }
 
     /// The sites of which `goes` says so, and the others; `None` for none.
@@ -337,7 +373,8 @@ impl Applied {
         let (going, staying): (Vec<Site>, Vec<Site>) =
             self.sites().iter().cloned().partition(|site| goes(site));
         let some = |sites: Vec<Site>| {
-            (!sites.is_empty()).then(|| Self { patchset: Patchset { sites: sites.into() } })
+            (!sites.is_empty())
+                .then(|| Self { patchset: Patchset { sites: sites.into() }, already: 0 })
         };
         (some(going), some(staying))
     }

@@ -9,18 +9,19 @@
 //!               ...     ring of CPU 1, and so on                guest: read + write
 //! ```
 //!
-//! A record is 32 bytes, little-endian on a little-endian guest:
+//! A record is 32 bytes, in the guest's byte order:
 //!
 //! ```text
 //! 0   u64  time, in ticks of the guest's time-stamp clock
 //! 8   u32  low half of the address behind the site's instruction
 //! 12  u32  low half of the caller's return address
-//! 16  u64  unused
+//! 16  u32  high half of it, where the architecture records it; unused elsewhere
+//! 20  u32  unused
 //! 24  u64  sequence number: the record's index in this ring since the region was made, plus one
 //! ```
 //!
-//! Kernel text lies in the highest 2 GiB of the address space, so that the low half of an address
-//! there tells the whole.
+//! A kernel's image is smaller than 4 GiB, so that the low half of an address there tells the whole.
+//! On x86_64 modules lie in the same 2 GiB.
 
 use std::sync::Mutex;
 

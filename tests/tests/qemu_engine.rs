@@ -15,7 +15,7 @@ use patcher::trace::sink::{Event, Sink};
 use tests::guest::{Transcript, complaints, text};
 use tests::lab::{Trace, vmm};
 use vmm::devices::Console;
-use vmm::qemu::{GuestExit, Launch, Qemu, QemuError};
+use vmm::qemu::{Architecture, GuestExit, Launch, Qemu, QemuError};
 
 /// Far longer than anything here takes.
 const LONG: Duration = Duration::from_secs(180);
@@ -163,7 +163,7 @@ fn every_function_is_armed_and_put_back_byte_for_byte_while_the_guest_is_busy() 
         rings: 32 << 20,
         initrd: Some(folder.path("initrd")),
         cmdline: "quiet vmm.work=forks:400@0+proc-read:/proc/uptime:40000@1".into(),
-        ..Launch::new(kernel(Series::V6_1).unwrap().vmlinuz)
+        ..Launch::new(Architecture::X86_64, kernel(Series::V6_1).unwrap().vmlinuz)
     };
     let console = Console::new(Box::new(transcript.clone())).unwrap();
     let qemu = Qemu::launch(&launch, console).unwrap();
@@ -205,7 +205,7 @@ fn a_standing_guest_is_written_to_in_ram_and_nowhere_else() {
     let launch = Launch {
         initrd: Some(folder.path("initrd")),
         cmdline: "quiet vmm.work=idle:100".into(),
-        ..Launch::new(kernel(Series::V6_1).unwrap().vmlinuz)
+        ..Launch::new(Architecture::X86_64, kernel(Series::V6_1).unwrap().vmlinuz)
     };
     let qemu = Qemu::launch(&launch, Console::new(Box::new(io::sink())).unwrap()).unwrap();
     qemu.start().unwrap();
@@ -289,15 +289,15 @@ fn a_reboot_and_a_panic_end_it_with_the_status_that_tells() {
 fn what_cannot_be_started_is_said_in_one_sentence() {
     let folder = Folder::new("refused");
     let console = || Console::new(Box::new(io::sink())).unwrap();
-    let good = Launch::new(kernel(Series::V6_1).unwrap().vmlinuz);
+    let good = Launch::new(Architecture::X86_64, kernel(Series::V6_1).unwrap().vmlinuz);
     let refused = |launch: Launch| Qemu::launch(&launch, console()).unwrap_err();
     let missing = refused(Launch { qemu: "/no/such/qemu".into(), ..good.clone() });
     assert!(matches!(missing, QemuError::Start { .. }), "{missing}");
-    let unreadable = refused(Launch::new("/no/such/kernel"));
+    let unreadable = refused(Launch::new(Architecture::X86_64, "/no/such/kernel"));
     assert!(matches!(unreadable, QemuError::Unreadable { .. }), "{unreadable}");
     assert!(matches!(refused(Launch { cpus: 0, ..good.clone() }), QemuError::Hardware { .. }));
     let text = folder.path("text");
     fs::write(&text, "no kernel").unwrap();
-    let error = refused(Launch::new(text)).to_string();
+    let error = refused(Launch::new(Architecture::X86_64, text)).to_string();
     assert!(error.starts_with("QEMU cannot run this guest: it ended with status 1"), "{error}");
 }

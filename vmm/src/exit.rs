@@ -12,6 +12,8 @@ pub enum GuestExit {
     PowerOff,
     /// The guest asked to be reset, which ends it too.
     Reboot,
+    /// The guest's kernel panicked, as its machine tells.
+    Panicked,
     /// A vCPU could not deliver a fault nor the double fault after it: a crash without a trace in
     /// the guest, unless the guest uses it to reboot.
     TripleFault {
@@ -60,6 +62,7 @@ impl fmt::Display for GuestExit {
         match self {
             GuestExit::PowerOff => f.write_str("the guest powered off"),
             GuestExit::Reboot => f.write_str("the guest asked for a reboot"),
+            GuestExit::Panicked => f.write_str("the guest's kernel has panicked"),
             GuestExit::TripleFault { vcpu, registers: Some(registers) } => {
                 write!(f, "vCPU {vcpu} died of a triple fault{}", At(registers))
             }

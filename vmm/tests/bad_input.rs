@@ -23,9 +23,9 @@ fn refusal(mut command: Command, status: i32) -> String {
     said.strip_prefix("vmm: ").unwrap_or_else(|| panic!("the program names itself: {said}")).into()
 }
 
-/// What `vmm run` says to a kernel and further arguments.
+/// `vmm run` with a kernel and further arguments, under KVM wherever it is.
 fn run(kernel: &str, arguments: &[&str]) -> Command {
-    let mut command = vmm(&["run", "--kernel", kernel]);
+    let mut command = vmm(&["run", "--accel", "kvm", "--kernel", kernel]);
     command.args(arguments);
     command
 }
@@ -129,6 +129,12 @@ fn options_that_make_no_sense_are_usage_errors_of_one_line() {
     }
 }
 
+#[test]
+fn a_guest_of_another_architecture_is_not_for_kvm() {
+    says(&refusal(run("k", &["--arch", "s390x"]), 1), &["s390x", "--accel tcg"]);
+    says(&refusal(run("k", &["--arch", "vax"]), 2), &["vax", "aarch64"]);
+}
+
 /// `command`, in a mount namespace of its own where `set_up` has been run.
 fn confined(set_up: &str, command: &Command) -> Command {
     let mut confined = Command::new("unshare");
@@ -162,6 +168,6 @@ fn a_user_who_may_not_open_kvm_is_told_which_group_may() {
     fs::copy(env!("CARGO_BIN_EXE_vmm"), &program).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let mut command = Command::new(program);
-    command.args(["run", "--kernel", &kernel]).uid(65534).gid(65534);
+    command.args(["run", "--accel", "kvm", "--kernel", &kernel]).uid(65534).gid(65534);
     says(&refusal(command, 1), &["/dev/kvm may not be opened", "group"]);
 }

@@ -11,10 +11,13 @@ use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::RingLayout;
 
+mod layout;
 pub mod paging;
 pub mod s390x;
 pub mod x86_64;
 
+pub(crate) use layout::is_but_for_breakpoint;
+pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::AddressSpace;
 
 /// One guest architecture.
@@ -47,6 +50,18 @@ pub trait Arch: fmt::Debug + Send + Sync {
 
     /// What may stand between a function's first byte and its pad; the first of them is nothing.
     fn pad_prefixes(&self) -> &'static [Prefix];
+
+    /// How pads may be laid out around the instruction that changes. One that fits none of them is
+    /// [`PadLayout::SINGLE`], and its instruction says everything.
+    fn pad_layouts(&self) -> &'static [PadLayout] {
+        &[]
+    }
+
+    /// What a breakpoint, as a probe of the guest's sets one, puts in the place of an instruction's
+    /// first bytes; nothing if there is nothing of that kind.
+    fn breakpoint(&self) -> Pattern {
+        Pattern::EMPTY
+    }
 
     /// The symbol that the compiler makes a pad call; the kernel replaces these calls as it boots.
     fn compiler_hook_symbol(&self) -> &'static str;
@@ -105,6 +120,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The per-CPU variables that may hold a CPU's own number as 32 bits, most recent kernels
     /// first.
     fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
+
+    /// Whether a record holds the high half of its caller's address too: callers may be so far from
+    /// the kernel's image, in modules, that the low half does not tell them.
+    fn records_whole_callers(&self) -> bool {
+        false
+    }
 
     /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.
     ///
@@ -283,8 +304,13 @@ pub enum PadState {
         /// Where to.
         target: Gva,
     },
-    /// The guest is about to change the pad: its first byte is a breakpoint for the moment.
+    /// The guest's own tracing is entered from here, by an address that it keeps elsewhere.
+    GuestEnabledElsewhere,
+    /// A breakpoint stands on the pad: the guest probes the function, or is about to change the pad.
     Changing,
+    /// No-operations shorter than a branch: a task may stand between two of them, so that no one
+    /// instruction can take their place.
+    Several,
     /// Still the compiler's own call: the kernel has not come to this pad in its boot.
     NotYet,
     /// Nothing that a pad is known to hold.
@@ -330,6 +356,9 @@ pub struct Logger {
     pub rings: RingLayout,
     /// Whether the clock is read; records carry time 0 if not.
     pub clock: bool,
+    /// How far behind the site's instruction the traced function goes on, in bytes
+    /// ([`PadLayout::resume`]); 0 on an architecture that has no other.
+    pub resume: u16,
     /// How the trampoline returns.
     pub returns: ReturnForm,
 }

@@ -27,7 +27,7 @@ pub use kallsyms::KallsymsError;
 pub use locate::{LocateError, Located, NotYet, locate};
 pub use mapped::{MapRegionError, MappedRegion};
 pub use mapping::{InstallError, Mapping, MappingEntry, PlanMappingError, plan_mapping};
-pub use pads::{Pads, PadsError, Refusal, Refused, Site};
+pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;
 pub use symbols::{Place, Symbol, Symbols};

@@ -3,10 +3,13 @@
 use std::ops::Range;
 
 use super::records::{Record, RecordsError};
-use super::{Kernel, PAGE};
+use super::{Kernel, PAGE, ReadError};
 use crate::addr::{Gpa, Gva};
 use crate::arch::paging::{Leaf, WalkError};
-use crate::arch::{PadBytes, PadState, Prefix, SLOT_LEN};
+use crate::arch::{
+    Arch, MAX_PAD, PadBytes, PadLayout, PadState, Prefix, SLOT_LEN, is_but_for_breakpoint,
+    read_pad, text_len,
+};
 use crate::mem::PhysMem;
 
 /// The pads of a kernel at one moment.
@@ -29,8 +32,10 @@ pub struct Site {
     pub at: Gva,
     /// The same in guest-physical memory.
     pub gpa: Gpa,
-    /// What stands between the function's beginning and that instruction.
+    /// What stands between the function's beginning and the pad.
     pub prefix: &'static Prefix,
+    /// How the pad is laid out around that instruction.
+    pub layout: &'static PadLayout,
     /// The bytes found in the pad.
     pub original: PadBytes,
 }
@@ -54,13 +59,16 @@ pub enum Refusal {
     /// The guest's own tracing uses it.
     #[error("the guest's own tracing uses it")]
     GuestTraces {
-        /// Where the pad branches to; `None` if the guest has counted a tracer and not changed the
-        /// pad.
+        /// Where the pad branches to; `None` if the pad does not say, or the guest has counted a
+        /// tracer and not changed the pad.
         target: Option<Gva>,
     },
-    /// The guest is changing it right now.
-    #[error("the guest is changing it")]
+    /// A breakpoint is where our branch would be.
+    #[error("a breakpoint stands on it: the guest probes the function, or is changing the pad")]
     Changing,
+    /// Its no-operations are shorter than a branch.
+    #[error("its instructions are shorter than a branch, and a task may stand between two of them")]
+    Several,
     /// The kernel has not come to it in its boot.
     #[error("the kernel is still booting and has not prepared it")]
     NotYet,
@@ -99,7 +107,8 @@ impl Refusal {
     pub fn label(&self) -> &'static str {
         match self {
             Refusal::GuestTraces { .. } => "traced by the guest",
-            Refusal::Changing => "being changed by the guest",
+            Refusal::Changing => "probed or being changed by the guest",
+            Refusal::Several => "of short instructions",
             Refusal::NotYet => "not prepared yet",
             Refusal::DeadWeak => "overridden weak functions",
             Refusal::InitText => "init code",
@@ -151,6 +160,82 @@ impl Kernel {
     }
 }
 
+/// A pad that nobody uses and that may be written, as the text around it shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pad {
+    /// What stands between the function's beginning and the pad.
+    pub prefix: &'static Prefix,
+    /// How the pad is laid out around the instruction that may be changed.
+    pub layout: &'static PadLayout,
+    /// That instruction.
+    pub original: PadBytes,
+}
+
+/// Decides by its bytes whether the pad whose changeable instruction is at `at` may be written.
+/// `before` is the text from the function's first byte to `at`, `text` what follows, [`text_len`] bytes
+/// of it. `hook` is the address of the compiler's hook where it is known; `read_slot` reads guest memory,
+/// and tells whether it could.
+///
+/// # Errors
+/// Why it may not.
+pub fn judge_pad(
+    arch: &dyn Arch,
+    at: Gva,
+    before: &[u8],
+    text: &[u8],
+    hook: Option<Gva>,
+    read_slot: impl FnOnce(Gva, &mut [u8]) -> bool,
+) -> Result<Pad, Refusal> {
+    let original = PadBytes::new(&text[..arch.pad_len().min(text.len())]);
+    let (state, layout) = read_pad(arch, at, before, text, hook);
+    match state {
+        PadState::Idle => {}
+        PadState::GuestEnabled { target } => {
+            return Err(Refusal::GuestTraces { target: Some(target) });
+        }
+        PadState::GuestEnabledElsewhere => return Err(Refusal::GuestTraces { target: None }),
+        PadState::Changing => return Err(Refusal::Changing),
+        PadState::Several => return Err(Refusal::Several),
+        PadState::NotYet => return Err(Refusal::NotYet),
+        PadState::Unknown => return Err(Refusal::UnknownBytes { found: original }),
+    }
+    // Bytes that only look like a pad have no slot that says whose it is.
+    if let Some(slot_at) = arch.pad_slot(at, &original) {
+        let mut slot = [0; SLOT_LEN];
+        if !read_slot(slot_at, &mut slot) || !arch.is_slot_of(at, &slot) {
+            return Err(Refusal::UnknownBytes { found: original });
+        }
+    }
+    let lead = before.len().checked_sub(layout.before.len()).map_or(before, |len| &before[..len]);
+    let prefix = (arch.pad_prefixes().iter())
+        .find(|prefix| is_but_for_breakpoint(arch, prefix.bytes, lead))
+        .ok_or(Refusal::UnknownPrefix { found: PadBytes::new(&lead[..lead.len().min(MAX_PAD)]) })?;
+    Ok(Pad { prefix, layout, original })
+}
+
+/// The most bytes that may lie between a function's first byte and the instruction that changes.
+fn longest_lead(arch: &dyn Arch) -> usize {
+    let prefix = arch.pad_prefixes().iter().map(|prefix| prefix.bytes.len()).max();
+    let before = arch.pad_layouts().iter().map(|layout| layout.before.len()).max();
+    prefix.unwrap_or(0) + before.unwrap_or(0)
+}
+
+impl Kernel {
+    /// The state of the pad whose changeable instruction is at `at`, wherever it lies in its function.
+    pub(super) fn pad_state_at(
+        &self,
+        ram: &dyn PhysMem,
+        at: Gva,
+        hook: Option<Gva>,
+    ) -> Result<PadState, ReadError> {
+        let lead = longest_lead(self.arch) as u64;
+        let mut bytes = vec![0; lead as usize + text_len(self.arch)];
+        self.read_virt(ram, at - lead, &mut bytes)?;
+        let (before, text) = bytes.split_at(lead as usize);
+        Ok(read_pad(self.arch, at, before, text, hook).0)
+    }
+}
+
 /// Text is read so many bytes at a time; records ascend, so most find their text read already.
 const WINDOW: u64 = 64 << 10;
 
@@ -196,51 +281,30 @@ impl<'a> Survey<'a> {
         if self.init_text.contains(&at) {
             return refused(name, Refusal::InitText);
         }
-        let prefixes = self.kernel.arch.pad_prefixes();
-        let longest = prefixes.iter().map(|prefix| prefix.bytes.len()).max().unwrap_or(0);
-        if place.offset > longest as u64 {
+        let arch = self.kernel.arch;
+        if place.offset > longest_lead(arch) as u64 {
             return refused(name, Refusal::DeadWeak);
         }
-        let len = self.kernel.arch.pad_len();
-        if at.0 % PAGE + len as u64 > PAGE {
+        if at.0 % PAGE + arch.pad_len() as u64 > PAGE {
             return refused(name, Refusal::CrossesPage);
         }
         if !self.is_mapped(at, gpa) {
             return refused(name, Refusal::NotMapped);
         }
-        let function = place.symbol.address;
-        let Some(bytes) = self.text(function, place.offset as usize + len) else {
+        let (function, lead) = (place.symbol.address, place.offset as usize);
+        let (kernel, ram, hook) = (self.kernel, self.ram, self.hook);
+        let Some(bytes) = self.text(function, lead + text_len(arch)) else {
             return refused(name, Refusal::NotMapped);
         };
-        let (before, pad) = bytes.split_at(place.offset as usize);
-        let original = PadBytes::new(pad);
-        let prefix = prefixes.iter().find(|prefix| prefix.bytes == before);
-        let before = PadBytes::new(before);
-
-        let state = match self.kernel.arch.pad_state(at, &original, self.hook) {
-            PadState::Idle if !self.has_sound_slot(at, &original) => PadState::Unknown,
-            state => state,
-        };
-        let why = match state {
-            PadState::Idle if record.flags.in_use() => Refusal::GuestTraces { target: None },
-            PadState::Idle => match prefix {
-                Some(prefix) => return Ok(Site { name, function, at, gpa, prefix, original }),
-                None => Refusal::UnknownPrefix { found: before },
-            },
-            PadState::GuestEnabled { target } => Refusal::GuestTraces { target: Some(target) },
-            PadState::Changing => Refusal::Changing,
-            PadState::NotYet => Refusal::NotYet,
-            PadState::Unknown => Refusal::UnknownBytes { found: original },
-        };
-        refused(name, why)
-    }
-
-    /// Whether the idle pad at `at` has no slot, or one that is its own.
-    fn has_sound_slot(&self, at: Gva, pad: &[u8]) -> bool {
-        let Some(slot_at) = self.kernel.arch.pad_slot(at, pad) else { return true };
-        let mut slot = [0; SLOT_LEN];
-        self.kernel.read_virt(self.ram, slot_at, &mut slot).is_ok()
-            && self.kernel.arch.is_slot_of(at, &slot)
+        let (before, text) = bytes.split_at(lead);
+        let read_slot = |at, slot: &mut [u8]| kernel.read_virt(ram, at, slot).is_ok();
+        match judge_pad(arch, at, before, text, hook, read_slot) {
+            Ok(_) if record.flags.in_use() => refused(name, Refusal::GuestTraces { target: None }),
+            Ok(Pad { prefix, layout, original }) => {
+                Ok(Site { name, function, at, gpa, prefix, layout, original })
+            }
+            Err(why) => refused(name, why),
+        }
     }
 
     /// The `len` bytes of text at `at`, a few at most.

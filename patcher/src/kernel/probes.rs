@@ -102,13 +102,13 @@ impl Kernel {
         }
         let hook = self.symbols.address(self.arch.compiler_hook_symbol());
         let text = self.text();
-        let mut bytes = vec![0; self.arch.pad_len()];
         // The kernel goes through its records in order, so the last is the one to look at first.
         for record in self.records(ram)?.iter().rev().filter(|record| text.contains(&record.ip)) {
             let at = record.ip;
-            self.read_virt(ram, at, &mut bytes)
+            let state = self
+                .pad_state_at(ram, at, hook)
                 .map_err(|source| RecordsError::Unreadable { at, source })?;
-            if self.arch.pad_state(at, &bytes, hook) == PadState::NotYet {
+            if state == PadState::NotYet {
                 return Err(Unready::PadPending { at });
             }
         }

@@ -198,10 +198,8 @@ impl Kernel {
 
     /// Whether there is a pad, in any state that is known, where `record` says.
     fn is_pad(&self, ram: &dyn PhysMem, record: &Record) -> bool {
-        let mut bytes = vec![0; self.arch.pad_len()];
         let hook = self.symbols.address(self.arch.compiler_hook_symbol());
-        self.read_virt(ram, record.ip, &mut bytes).is_ok()
-            && self.arch.pad_state(record.ip, &bytes, hook) != PadState::Unknown
+        self.pad_state_at(ram, record.ip, hook).is_ok_and(|state| state != PadState::Unknown)
     }
 }
 

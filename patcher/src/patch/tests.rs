@@ -160,6 +160,46 @@ fn a_patchset_is_applied_and_reverted_whole() {
 }
 
 #[test]
+fn what_is_as_wanted_already_is_neither_written_nor_reverted() {
+    let mut guest = Guest::new();
+    let ram = guest.ram.clone();
+    let mut sites = Guest::sites();
+    let first = apply(&mut guest, &ram, &Patchset::plan(sites.split_off(5)).unwrap()).unwrap();
+    assert_eq!((first.sites().len(), first.already()), (3, 0));
+
+    let all = Patchset::plan(Guest::sites()).unwrap();
+    let second = apply(&mut guest, &ram, &all).unwrap();
+    assert_eq!((second.sites(), second.already()), (&Guest::sites()[..5], 3));
+    // A third time there is nothing to write: a guest in which every write fails does not notice.
+    guest.broken = Guest::sites().iter().map(|site| site.gpa).collect();
+    let third = apply(&mut guest, &ram, &all).unwrap();
+    assert_eq!((third.sites(), third.already()), (&[][..], 8));
+    assert_eq!(third.prepare_revert().run(&ram, &mut guest), Reverted::default());
+    guest.broken.clear();
+
+    let reverted = second.prepare_revert().run(&ram, &mut guest);
+    assert_eq!(reverted, Reverted { restored: 5, ..Default::default() });
+    assert_eq!(guest.text()[5 * 0x40..][..5], CALL);
+    first.prepare_revert().run(&ram, &mut guest);
+    assert_eq!(guest.text(), Guest::new().text());
+}
+
+#[test]
+fn a_failure_beside_what_is_as_wanted_puts_back_only_what_was_written() {
+    let mut guest = Guest::new();
+    let ram = guest.ram.clone();
+    let first = apply(&mut guest, &ram, &Patchset::plan(Guest::sites()[..3].to_vec()).unwrap());
+    assert!(first.is_ok());
+    let between = guest.text();
+    let all = Patchset::plan(Guest::sites()).unwrap();
+    // Two vCPUs' registers, then three of the five writes.
+    guest.fault = Fault::at(2 + 3);
+    let error = apply(&mut guest, &ram, &all).unwrap_err();
+    assert!(error.starts_with("patching function_6 failed"), "{error}");
+    assert_eq!(guest.text(), between);
+}
+
+#[test]
 fn one_unknown_site_and_nothing_is_written_anywhere() {
     let mut guest = Guest::new();
     let ram = guest.ram.clone();

@@ -13,13 +13,13 @@ use crate::kernel::Kernel;
 #[derive(Debug)]
 pub struct Names<'k> {
     kernel: &'k Kernel,
-    /// The half that kernel addresses in records lack.
-    high_half: u64,
+    /// The half that callers in records lack; `None` where they are whole.
+    high_half: Option<u64>,
     /// Every function that was ever traced, and its name's number.
     functions: Vec<(u64, Arc<str>)>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
-    callers: FxHashMap<u32, (u64, Arc<str>)>,
+    callers: FxHashMap<u64, (u64, Arc<str>)>,
     next_id: u64,
 }
 
@@ -32,7 +32,8 @@ impl<'k> Names<'k> {
     pub fn new(kernel: &'k Kernel) -> Self {
         Self {
             kernel,
-            high_half: kernel.text().start.0 & !u64::from(u32::MAX),
+            high_half: (!kernel.arch().records_whole_callers())
+                .then(|| kernel.text().start.0 & !u64::from(u32::MAX)),
             functions: Vec::new(),
             by_ip: FxHashMap::default(),
             callers: FxHashMap::default(),
@@ -67,9 +68,13 @@ impl<'k> Names<'k> {
         if self.callers.len() >= MAX_CALLERS {
             self.callers.clear();
         }
-        let (kernel, high_half, next_id) = (self.kernel, self.high_half, &mut self.next_id);
-        let (caller_id, caller) = self.callers.entry(record.parent).or_insert_with(|| {
-            let address = Gva(high_half | u64::from(record.parent));
+        let parent = match self.high_half {
+            Some(high) => high | record.parent & u64::from(u32::MAX),
+            None => record.parent,
+        };
+        let (kernel, next_id) = (self.kernel, &mut self.next_id);
+        let (caller_id, caller) = self.callers.entry(parent).or_insert_with(|| {
+            let address = Gva(parent);
             let name = match kernel.symbols().lookup(address) {
                 Some(place) if kernel.image().range.contains(&address) => place.symbol.name.into(),
                 _ => format!("{address}").into(),

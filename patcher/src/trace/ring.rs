@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use vm_memory::{VolatileMemory, VolatileSlice};
 
+use crate::arch::ByteOrder;
 use crate::region::RingLayout;
 
 /// One record as the trampoline wrote it.
@@ -32,8 +33,9 @@ pub struct RawRecord {
     pub cpu: u16,
     /// Low half of the address behind the site's instruction.
     pub ip: u32,
-    /// Low half of the caller's return address.
-    pub parent: u32,
+    /// The caller's return address; its high half is 0 where the architecture's records lack it
+    /// (see [`Arch::records_whole_callers`](crate::arch::Arch::records_whole_callers)).
+    pub parent: u64,
 }
 
 /// The guest wrote into its rings what no trampoline writes.
@@ -82,6 +84,7 @@ const BATCH: usize = 256;
 pub struct RingReader {
     cpu: usize,
     layout: RingLayout,
+    order: ByteOrder,
     /// Index of the next record that was not looked at yet.
     next: u64,
     /// Head when it was last read.
@@ -100,10 +103,11 @@ pub struct RingReader {
 struct RingMemory<'a> {
     header: &'a AtomicU64,
     window: &'a VolatileSlice<'a>,
+    order: ByteOrder,
 }
 
 impl RingReader {
-    /// A reader that begins with the next record to be written.
+    /// A reader that begins with the next record to be written, by a guest of that byte order.
     ///
     /// # Errors
     /// [`RingCorrupt::Head`] if the window does not hold such a ring.
@@ -111,10 +115,12 @@ impl RingReader {
         window: &VolatileSlice<'_>,
         layout: RingLayout,
         cpu: usize,
+        order: ByteOrder,
     ) -> Result<Self, RingCorrupt> {
         let mut reader = Self {
             cpu,
             layout,
+            order,
             next: 0,
             head: 0,
             pending: BTreeSet::new(),
@@ -123,7 +129,7 @@ impl RingReader {
             losses: Vec::new(),
             corrupt: None,
         };
-        let head = reader.memory(window)?.header.load(Ordering::Acquire);
+        let head = reader.memory(window)?.head(Ordering::Acquire);
         reader.next = head;
         reader.head = head;
         Ok(reader)
@@ -172,7 +178,7 @@ impl RingReader {
             return;
         }
         let head = match self.memory(window) {
-            Ok(memory) => memory.header.load(Ordering::Acquire),
+            Ok(memory) => memory.head(Ordering::Acquire),
             Err(corrupt) => return self.give_up(corrupt),
         };
         if head < self.head || head - self.head > MAX_ADVANCE {
@@ -252,7 +258,7 @@ impl RingReader {
             .collect();
         // The copies have to be complete before it is asked whether their slots were reserved anew.
         fence(Ordering::Acquire);
-        let head = memory.header.load(Ordering::Relaxed);
+        let head = memory.head(Ordering::Relaxed);
         if head < self.head || head - self.head > MAX_ADVANCE {
             return Err(RingCorrupt::Head { cpu: self.cpu, from: self.head, to: head });
         }
@@ -302,7 +308,7 @@ impl RingReader {
             index,
             cpu: self.cpu as u16,
             ip: memory.u32(offset + 8),
-            parent: memory.u32(offset + 12),
+            parent: u64::from(memory.u32(offset + 16)) << 32 | u64::from(memory.u32(offset + 12)),
         };
         (sequence, record)
     }
@@ -316,23 +322,28 @@ impl RingReader {
         let header = window
             .get_atomic_ref::<AtomicU64>(self.layout.header_offset(self.cpu))
             .map_err(|_| missing)?;
-        Ok(RingMemory { header, window })
+        Ok(RingMemory { header, window, order: self.order })
     }
 }
 
 impl RingMemory<'_> {
+    /// How many records were ever reserved.
+    fn head(&self, ordering: Ordering) -> u64 {
+        self.order.u64(self.header.load(ordering).to_ne_bytes())
+    }
+
     // Offsets are computed from the layout, whose end was compared with the window's; a failure
     // would read as an empty slot.
     fn u64(&self, offset: usize, ordering: Ordering) -> u64 {
         self.window
             .get_atomic_ref::<AtomicU64>(offset)
-            .map_or(0, |value| u64::from_le(value.load(ordering)))
+            .map_or(0, |value| self.order.u64(value.load(ordering).to_ne_bytes()))
     }
 
     fn u32(&self, offset: usize) -> u32 {
         self.window
             .get_atomic_ref::<AtomicU32>(offset)
-            .map_or(0, |value| u32::from_le(value.load(Ordering::Relaxed)))
+            .map_or(0, |value| self.order.u32(value.load(Ordering::Relaxed).to_ne_bytes()))
     }
 }
 
@@ -367,7 +378,7 @@ mod tests {
         }
 
         fn reader(&self) -> RingReader {
-            RingReader::new(&self.window(), self.layout, CPU).unwrap()
+            RingReader::new(&self.window(), self.layout, CPU, ByteOrder::Little).unwrap()
         }
 
         fn reserve(&self) -> u64 {
@@ -500,7 +511,31 @@ mod tests {
     fn a_window_smaller_than_its_layout_is_an_error() {
         let guest = Guest::new();
         let window = guest.window().subslice(0, HEADERS as usize).unwrap();
-        assert!(RingReader::new(&window, guest.layout, CPU).is_err());
+        assert!(RingReader::new(&window, guest.layout, CPU, ByteOrder::Little).is_err());
+    }
+
+    #[test]
+    fn the_rings_of_a_big_endian_guest_are_read_as_it_wrote_them() {
+        let guest = Guest::new();
+        let (window, layout) = (guest.window(), guest.layout);
+        let mut reader = RingReader::new(&window, layout, CPU, ByteOrder::Big).unwrap();
+        for index in 0..3_u64 {
+            let slot = layout.slot_offset(CPU, index);
+            window.write_obj((1000 + index).to_be(), slot).unwrap();
+            window.write_obj(0x0010_0006_u32.to_be(), slot + 8).unwrap();
+            window.write_obj(0x7fd0_1234_u32.to_be(), slot + 12).unwrap();
+            window.write_obj(0x3ff_u32.to_be(), slot + 16).unwrap();
+            window.write_obj((index + 1).to_be(), slot + 24).unwrap();
+        }
+        window.write_obj(3_u64.to_be(), layout.header_offset(CPU)).unwrap();
+        let mut records = Vec::new();
+        reader.look(&window);
+        assert!(reader.read(&window, &mut records, 50));
+        let times: Vec<u64> = records.iter().map(|record| record.time).collect();
+        assert_eq!(times, [1000, 1001, 1002]);
+        let first =
+            RawRecord { time: 1000, index: 0, cpu: 1, ip: 0x10_0006, parent: 0x3ff_7fd0_1234 };
+        assert_eq!(records[0], first);
     }
 
     proptest! {

@@ -6,9 +6,10 @@
 //! that a record names, and by its index in its ring: each ring's head is looked at while the guest
 //! stands for a client's sake, and the records between two such looks are that client's.
 
-use std::io;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
+use std::{io, iter};
 
 use super::arm;
 use super::client::Client;
@@ -19,7 +20,7 @@ use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::select::{SelectError, Selection};
 use super::sink::Event;
 use crate::addr::Gva;
-use crate::arch::Logger;
+use crate::arch::{Logger, PadLayout};
 use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{self, Applied, Patchset, PlanError, Reverted};
@@ -56,7 +57,8 @@ pub struct Tracer<'m, S> {
     machine: &'m dyn Machine,
     kernel: &'m Kernel,
     rings: RingLayout,
-    trampoline: Gva,
+    /// By how far behind the site's instruction functions go on.
+    trampolines: BTreeMap<u16, Gva>,
     readers: Vec<RingReader>,
     merger: Merger,
     names: Names<'m>,
@@ -70,7 +72,7 @@ pub struct Tracer<'m, S> {
 }
 
 impl<'m, S> Tracer<'m, S> {
-    /// Prepares to trace: places the trampoline, which nothing leads to yet.
+    /// Prepares to trace: places the trampolines, which nothing leads to yet.
     ///
     /// # Errors
     /// [`ArmError`]; the guest's text is not touched.
@@ -85,16 +87,26 @@ impl<'m, S> Tracer<'m, S> {
             cpu_number: kernel.cpu_number(ram)?,
             rings: region.rings(),
             clock: true,
+            resume: 0,
             returns: kernel.return_form(ram)?,
         };
-        let trampoline = region.code().place(&machine.region_code(), |at| {
-            arch.assemble_logger(at, &logger).map_err(ArmError::from)
-        })?;
+        let place = |resume| {
+            let at = region.code().place(&machine.region_code(), |at| {
+                let logger = Logger { resume, ..logger };
+                arch.assemble_logger(at, &logger).map_err(ArmError::from)
+            })?;
+            Ok((resume, at))
+        };
+        let resumes: BTreeSet<u16> = iter::once(&PadLayout::SINGLE)
+            .chain(arch.pad_layouts())
+            .map(|layout| layout.resume)
+            .collect();
+        let trampolines = resumes.into_iter().map(place).collect::<Result<_, ArmError>>()?;
         Ok(Self {
             machine,
             kernel,
             rings: region.rings(),
-            trampoline,
+            trampolines,
             readers: Vec::new(),
             merger: Merger::default(),
             names: Names::new(kernel),
@@ -205,7 +217,8 @@ impl<'m, S> Tracer<'m, S> {
         {
             return Ok(index);
         }
-        let replacement = self.kernel.arch().encode_branch(site.at, self.trampoline)?;
+        let trampoline = self.trampolines[&site.layout.resume];
+        let replacement = self.kernel.arch().encode_branch(site.at, trampoline)?;
         let index = index.unwrap_or_else(|| self.names.add(&site.name, ip));
         let member = Member {
             site: patch::Site {
@@ -231,7 +244,8 @@ impl<'m, S> Tracer<'m, S> {
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
         let window = self.machine.region_rings();
         let cpus = 0..self.rings.cpus();
-        cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu)).collect()
+        let order = self.kernel.arch().byte_order();
+        cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu, order)).collect()
     }
 
     /// Ends a client's trace: what no other client traces is put back in one stop. Records until then

@@ -1,4 +1,4 @@
-//! How fast the guest's clock runs: under emulation it is the host's.
+//! How fast the guest's clock runs.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::_rdtsc;
@@ -8,21 +8,40 @@ use std::time::{Duration, Instant};
 /// Enough to know the frequency to a few parts in a hundred thousand.
 const LEAST: Duration = Duration::from_millis(50);
 
+/// What the guest takes time stamps from.
+#[derive(Debug)]
+pub(super) enum Clock {
+    /// This host's time-stamp counter, emulated or not.
+    HostTsc(Moment),
+    /// A clock that ticks so many times a second.
+    Fixed(u64),
+}
+
+impl Clock {
+    /// Its frequency in Hz.
+    pub(super) fn frequency(&self) -> u64 {
+        match self {
+            Clock::HostTsc(since) => since.frequency(),
+            Clock::Fixed(hz) => (*hz).max(1),
+        }
+    }
+}
+
 /// The time-stamp counter at a moment.
 #[derive(Debug)]
-pub(super) struct Clock {
+pub(super) struct Moment {
     ticks: u64,
     at: Instant,
 }
 
-impl Clock {
+impl Moment {
     pub(super) fn now() -> Self {
         // SAFETY: every x86_64 processor has the instruction, and Linux leaves it to user mode.
         Self { ticks: unsafe { _rdtsc() }, at: Instant::now() }
     }
 
     /// The frequency in Hz, the more exact the longer it is since this moment.
-    pub(super) fn frequency(&self) -> u64 {
+    fn frequency(&self) -> u64 {
         thread::sleep(LEAST.saturating_sub(self.at.elapsed()));
         let now = Self::now();
         let ticks = u128::from(now.ticks.wrapping_sub(self.ticks));
@@ -37,7 +56,7 @@ mod tests {
 
     #[test]
     fn two_measurements_agree() {
-        let (first, second) = (Clock::now().frequency(), Clock::now().frequency());
+        let (first, second) = (Moment::now().frequency(), Moment::now().frequency());
         assert!(first.abs_diff(second) < first / 20, "{first} Hz and {second} Hz");
     }
 }

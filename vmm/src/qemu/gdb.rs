@@ -9,6 +9,8 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use patcher::arch::ByteOrder;
+
 use super::xml;
 
 /// How long QEMU may take to answer a question while the guest stands.
@@ -84,6 +86,7 @@ pub(super) struct RegisterPlace {
 #[derive(Debug)]
 pub(super) struct Gdb {
     stream: UnixStream,
+    order: ByteOrder,
     buffer: Vec<u8>,
     at: usize,
     threads: Vec<String>,
@@ -93,13 +96,15 @@ pub(super) struct Gdb {
 }
 
 impl Gdb {
-    /// Begins a conversation about a guest that stands: physical addresses, its vCPUs, its registers.
+    /// Begins a conversation about a guest that stands: physical addresses, its vCPUs, its registers,
+    /// whose bytes come in this order.
     ///
     /// # Errors
     /// What the peer says, or that it says nothing.
-    pub(super) fn connect(stream: UnixStream) -> Result<Self, GdbError> {
+    pub(super) fn connect(stream: UnixStream, order: ByteOrder) -> Result<Self, GdbError> {
         let mut gdb = Self {
             stream,
+            order,
             buffer: Vec::new(),
             at: 0,
             threads: Vec::new(),
@@ -166,7 +171,7 @@ impl Gdb {
         self.send(b"c")
     }
 
-    /// The values of registers of a vCPU, least significant byte first in QEMU's answer.
+    /// The values of registers of a vCPU.
     ///
     /// # Errors
     /// What the peer says.
@@ -177,14 +182,19 @@ impl Gdb {
     ) -> Result<Vec<u64>, GdbError> {
         let thread = self.threads.get(vcpu).ok_or(GdbError::NoVcpu(vcpu))?;
         self.expect_ok(&format!("Hg{thread}"), "for a vCPU")?;
+        let order = self.order;
         let mut values = Vec::with_capacity(places.len());
         let questions = places.iter().map(|place| format!("p{:x}", place.number).into_bytes());
         self.pipeline(questions, |index, reply| {
             let bytes = unhex(reply).filter(|bytes| bytes.len() == places[index].bytes);
             let bytes = bytes.ok_or_else(|| answer("for a register", reply))?;
             let mut value = [0; 8];
-            value[..bytes.len()].copy_from_slice(&bytes);
-            values.push(u64::from_le_bytes(value));
+            let place = match order {
+                ByteOrder::Little => &mut value[..bytes.len()],
+                ByteOrder::Big => &mut value[8 - bytes.len()..],
+            };
+            place.copy_from_slice(&bytes);
+            values.push(order.u64(value));
             Ok(())
         })
         .map_err(|(_, error)| error)?;

@@ -10,15 +10,24 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::memory::Layout;
-use super::{GdbError, QmpError};
+use super::{Architecture, GdbError, QmpError};
 
-/// The kernel parameters that are always set, but for `mem=`: console on the first serial port, and
-/// a reboot and a panic end the guest.
-pub const BASE_CMDLINE: &str = "console=ttyS0 reboot=k panic=-1";
+/// What runs a guest's processors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// QEMU's own emulation, of any architecture on any host.
+    Tcg,
+    /// The host's KVM, of its own architecture.
+    Kvm,
+}
 
 /// A guest for QEMU to run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
+    /// The architecture of the guest.
+    pub arch: Architecture,
+    /// What runs its processors.
+    pub accelerator: Accelerator,
     /// The program, found by `PATH` unless it has a slash.
     pub qemu: PathBuf,
     /// How many vCPUs.
@@ -29,20 +38,22 @@ pub struct Launch {
     pub rings: u64,
     /// How long a stop may take to bring all vCPUs to a stand.
     pub stop_deadline: Duration,
-    /// A bzImage.
+    /// The image, as distributions ship it for that architecture.
     pub kernel: PathBuf,
     /// An initial RAM file system.
     pub initrd: Option<PathBuf>,
-    /// Kernel parameters beyond [`BASE_CMDLINE`].
+    /// Kernel parameters beyond [`Architecture::base_cmdline`].
     pub cmdline: String,
 }
 
 impl Launch {
-    /// One vCPU, 512 MiB, 16 MiB for rings.
+    /// One emulated vCPU, 512 MiB, 16 MiB for rings.
     #[must_use]
-    pub fn new(kernel: impl Into<PathBuf>) -> Self {
+    pub fn new(arch: Architecture, kernel: impl Into<PathBuf>) -> Self {
         Self {
-            qemu: "qemu-system-x86_64".into(),
+            arch,
+            accelerator: Accelerator::Tcg,
+            qemu: arch.board().program.into(),
             cpus: 1,
             memory: 512 << 20,
             rings: 16 << 20,
@@ -66,11 +77,9 @@ impl Launch {
             && self.memory.is_multiple_of(4096)
             && rings.is_power_of_two()
             && rings >= 2 << 20;
-        Layout::new(self.memory, rings, initrd).filter(|_| sound).ok_or(QemuError::Hardware {
-            cpus: self.cpus,
-            memory: self.memory,
-            rings,
-        })
+        Layout::new(self.arch.board(), self.memory, rings, initrd)
+            .filter(|_| sound)
+            .ok_or(QemuError::Hardware { cpus: self.cpus, memory: self.memory, rings })
     }
 
     /// The command line; file descriptors go by number.
@@ -78,8 +87,15 @@ impl Launch {
         let mut command = Command::new(&self.qemu);
         // Stopped until it is let go, and ended by a reboot.
         command.args(["-S", "-no-user-config", "-nodefaults", "-display", "none", "-no-reboot"]);
-        command.args(["-machine", "q35,memory-backend=ram", "-accel", "tcg,thread=multi"]);
-        command.args(["-cpu", "max", "-smp", &self.cpus.to_string()]);
+        // A kernel that stops its processors for good has panicked, which ends the guest.
+        command.args(["-action", "panic=shutdown"]);
+        let board = self.arch.board();
+        command.args(["-machine", &format!("{},memory-backend=ram", board.machine)]);
+        command.args(match self.accelerator {
+            Accelerator::Tcg => ["-accel", "tcg,thread=multi", "-cpu", board.emulated_cpu],
+            Accelerator::Kvm => ["-accel", "kvm", "-cpu", "host"],
+        });
+        command.args(["-smp", &self.cpus.to_string()]);
         command.args(["-m", &format!("{}k", layout.total >> 10)]);
         command.arg("-object").arg(format!(
             "memory-backend-file,id=ram,share=on,size={},mem-path=/proc/self/fd/{}",
@@ -96,8 +112,8 @@ impl Launch {
             command.arg("-initrd").arg(initrd);
         }
         // The kernel takes the smallest `mem=`: what is told here can't be undone.
-        let mem = format!("mem={}k", layout.told_end() >> 10);
-        let cmdline = [BASE_CMDLINE, &mem, &self.cmdline].join(" ");
+        let mem = format!("mem={}k", layout.mem() >> 10);
+        let cmdline = [board.cmdline, &mem, &self.cmdline].join(" ");
         command.arg("-append").arg(OsString::from(cmdline.trim_end()));
         command
     }
@@ -142,10 +158,12 @@ pub enum QemuError {
         source: io::Error,
     },
     /// The program can't be started.
-    #[error("{} cannot be started: {source}; install QEMU for x86_64", program.display())]
+    #[error("{} cannot be started: {source}; install QEMU for {arch}", program.display())]
     Start {
         /// The program.
         program: PathBuf,
+        /// The architecture of the guest.
+        arch: Architecture,
         /// Why not.
         source: io::Error,
     },

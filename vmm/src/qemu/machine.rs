@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 use patcher::addr::Gpa;
 use patcher::machine::{
     Machine, RegionWindow, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
-    X86Registers,
 };
 use patcher::mem::PhysMem;
 
-use super::clock::Clock;
+use super::board::{Board, ClockRate, Field};
+use super::clock::{Clock, Moment};
 use super::gdb::{Gdb, GdbError, RegisterPlace};
 use super::launch::{Fds, Launch, QemuError};
 use super::memory::{Layout, Memory};
@@ -33,18 +33,8 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How long QEMU may take from closing its sockets to its end.
 const DEATH: Duration = Duration::from_secs(5);
 
-/// QEMU's names of the registers in [`X86Registers`], in the order of [`x86_registers`].
-const REGISTERS: [&str; 10] =
-    ["rip", "rsp", "eflags", "cs", "cr0", "cr3", "cr4", "efer", "gs_base", "k_gs_base"];
-
-fn x86_registers(values: &[u64]) -> Option<Registers> {
-    let &[rip, rsp, rflags, cs, cr0, cr3, cr4, efer, gs_base, kernel_gs_base] = values else {
-        return None;
-    };
-    let cs = cs as u16;
-    let read = X86Registers { rip, rsp, rflags, cs, cr0, cr3, cr4, efer, gs_base, kernel_gs_base };
-    Some(Registers::X86_64(read))
-}
+/// A register: where the gdbstub has it and where it goes.
+type Place = (RegisterPlace, fn(&mut Registers, u64));
 
 /// A guest that QEMU runs. Dropping it kills both.
 pub struct Qemu {
@@ -52,7 +42,8 @@ pub struct Qemu {
     clock: Clock,
     turn: Turn,
     gdb: Mutex<Gdb>,
-    places: Vec<RegisterPlace>,
+    board: &'static Board,
+    places: Vec<Place>,
     vcpus: usize,
     stop_deadline: Duration,
     process: Handle,
@@ -81,29 +72,31 @@ impl Qemu {
         let theirs = [qmp_theirs, gdb_theirs, com1_theirs];
         let started = Keeper::start(launch, &layout, &memory, theirs, printed, Arc::clone(&end));
         let (keeper, process) = started?;
-        let clock = Clock::now();
-        let speak = || -> Result<(Gdb, Vec<RegisterPlace>), QemuError> {
+        let board = launch.arch.board();
+        let speak = || -> Result<(Gdb, Vec<Place>, Clock), QemuError> {
             let mut qmp = Qmp::connect(qmp)?;
             let state = qmp.query_status()?;
-            let gdb = Gdb::connect(gdb)?;
+            let mut gdb = Gdb::connect(gdb, board.order)?;
             let (found, wanted) = (gdb.vcpus(), launch.cpus);
             if found != wanted || !matches!(state.as_str(), "prelaunch" | "paused") {
                 return Err(QemuError::Other { state, found, wanted });
             }
-            let places = REGISTERS.iter().map(|name| gdb.place(name)).collect::<Result<_, _>>()?;
+            let places = places(&gdb, board)?;
+            let clock = clock(&mut gdb, board)?;
             let reason = Arc::clone(&end);
             thread::Builder::new()
                 .name("qmp".into())
                 .spawn(move || reason.listen(qmp))
                 .map_err(step("start a thread"))?;
-            Ok((gdb, places))
+            Ok((gdb, places, clock))
         };
         match speak() {
-            Ok((gdb, places)) => Ok(Self {
+            Ok((gdb, places, clock)) => Ok(Self {
                 memory,
                 clock,
                 turn: Turn::default(),
                 gdb: Mutex::new(gdb),
+                board,
                 places,
                 vcpus: launch.cpus,
                 stop_deadline: launch.stop_deadline,
@@ -190,6 +183,30 @@ impl Qemu {
 }
 
 const STOP: &str = "stop the guest";
+
+/// Where the gdbstub has the registers that are wanted.
+fn places(gdb: &Gdb, board: &Board) -> Result<Vec<Place>, GdbError> {
+    let mut places = Vec::new();
+    for Field { name, optional, set } in board.registers.fields {
+        match gdb.place(name) {
+            Ok(place) => places.push((place, *set)),
+            Err(_) if *optional => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(places)
+}
+
+fn clock(gdb: &mut Gdb, board: &Board) -> Result<Clock, GdbError> {
+    Ok(match board.clock {
+        ClockRate::HostTsc => Clock::HostTsc(Moment::now()),
+        ClockRate::Fixed(hz) => Clock::Fixed(hz),
+        ClockRate::Register(name) => {
+            let place = gdb.place(name)?;
+            Clock::Fixed(gdb.registers(0, &[place])?.first().copied().unwrap_or_default())
+        }
+    })
+}
 
 impl Drop for Qemu {
     fn drop(&mut self) {
@@ -278,9 +295,14 @@ impl Stopped for Standstill<'_> {
         if vcpu >= count {
             return Err(StopError::NoSuchVcpu { vcpu, count });
         }
-        let values = self.gdb.registers(vcpu, &self.qemu.places);
+        let places: Vec<_> = self.qemu.places.iter().map(|(place, _)| *place).collect();
+        let values = self.gdb.registers(vcpu, &places);
         let values = values.map_err(|error| self.qemu.failed("read a vCPU's registers", error))?;
-        Ok(x86_registers(&values).expect("as many values as places were asked for"))
+        let mut registers = (self.qemu.board.registers.blank)();
+        for ((_, set), value) in self.qemu.places.iter().zip(values) {
+            set(&mut registers, value);
+        }
+        Ok(registers)
     }
 
     fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
@@ -367,7 +389,8 @@ impl End {
             if event.name == "SHUTDOWN" {
                 self.state().reason = match event.reason.as_deref() {
                     Some("guest-shutdown") => Some(GuestExit::PowerOff),
-                    Some("guest-reset") => Some(GuestExit::Reboot),
+                    Some("guest-reset" | "subsystem-reset") => Some(GuestExit::Reboot),
+                    Some("guest-panic") => Some(GuestExit::Panicked),
                     _ => None,
                 };
             }
@@ -420,7 +443,8 @@ impl Keeper {
         };
         let keeper = thread::Builder::new().name("qemu".into()).spawn(run).map_err(setup)?;
         let process = receiver.recv().unwrap_or_else(|gone| Err(io::Error::other(gone)));
-        let start = |source| QemuError::Start { program: launch.qemu.clone(), source };
+        let start =
+            |source| QemuError::Start { program: launch.qemu.clone(), arch: launch.arch, source };
         Ok((keeper, process.map_err(start)?))
     }
 

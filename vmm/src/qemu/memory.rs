@@ -6,11 +6,12 @@
 //!                   room for what QEMU puts at the end of RAM: the initrd, ACPI tables
 //! ```
 //!
-//! With 2 GiB or more, QEMU's q35 puts the rest of RAM at 4 GiB; the layout is the same, and the
+//! A PC with more than about 2 GiB has the rest of it from 4 GiB on; the layout is the same, and the
 //! region lies up there.
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 
 use patcher::addr::Gpa;
 use patcher::machine::RegionWindow;
@@ -19,16 +20,12 @@ use vm_memory::{
     FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
 };
 
+use super::board::{Board, Hole};
+
 const MIB: u64 = 1 << 20;
-const GIB: u64 = 1 << 30;
 
 /// The size of the region's code part, and the alignment of its parts.
 const CODE_BYTES: u64 = 2 * MIB;
-
-/// From this size on q35 keeps only [`LOW`] of RAM below 4 GiB (QEMU's `hw/i386/pc_q35.c`).
-const SPLIT_FROM: u64 = 0xb000_0000;
-const LOW: u64 = 2 * GIB;
-const HIGH: u64 = 4 * GIB;
 
 /// QEMU's tables at the end of RAM need less (`ACPI_DATA_SIZE` and firmware tables).
 const TABLES: u64 = 16 * MIB;
@@ -36,6 +33,10 @@ const TABLES: u64 = 16 * MIB;
 /// Where things are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Layout {
+    /// Where RAM begins.
+    base: u64,
+    /// The hole in RAM, if RAM is so large that it has one.
+    hole: Option<Hole>,
     /// Bytes that the guest is told of.
     told: u64,
     rings: u64,
@@ -44,40 +45,59 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// For `told` bytes of RAM, so many for rings and an initrd of so many; `None` if that is more
-    /// than can be counted.
-    pub(super) fn new(told: u64, rings: u64, initrd: u64) -> Option<Self> {
+    /// For a machine with `told` bytes of RAM, so many for rings and an initrd of so many; `None` if
+    /// that is more than can be counted.
+    pub(super) fn new(board: &Board, told: u64, rings: u64, initrd: u64) -> Option<Self> {
         let initrd = initrd.checked_next_multiple_of(CODE_BYTES)?;
         let region = told.checked_next_multiple_of(CODE_BYTES)?.checked_add(CODE_BYTES)?;
-        let total = region.checked_add(rings)?.checked_add(initrd)?.checked_add(TABLES)?;
-        // A guest just below the split would have its region across the hole: then all of the region
-        // and what is behind it goes above.
-        let total = match total {
-            split if split >= SPLIT_FROM && told < LOW => {
-                (LOW + CODE_BYTES).checked_add(rings)?.checked_add(TABLES)?.max(SPLIT_FROM)
-            }
-            total => total,
-        };
-        i64::try_from(total).ok()?;
-        Some(Self { told, rings, total })
+        let behind = region.checked_add(rings)?;
+        let mut total = behind.checked_add(initrd)?.checked_add(TABLES)?;
+        let hole = board.hole.filter(|hole| total >= hole.from);
+        // A guest just below the hole would have its region across it: then all of the region and
+        // what is behind it goes above.
+        if let Some(hole) = hole.filter(|hole| told < hole.start) {
+            total = (hole.start + CODE_BYTES).checked_add(rings)?.checked_add(TABLES)?;
+            total = total.max(hole.from);
+        }
+        if let Some(steps) = board.steps {
+            let step = total.div_ceil(steps).checked_next_power_of_two()?.max(MIB);
+            total = total.checked_next_multiple_of(step)?;
+        }
+        i64::try_from(total.checked_add(board.ram_base)?).ok()?;
+        Some(Self { base: board.ram_base, hole, told, rings, total })
     }
 
-    fn is_split(&self) -> bool {
-        self.total >= SPLIT_FROM
+    /// The guest-physical ranges of the RAM that the guest is told of.
+    fn told_ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        let ranges = match self.hole {
+            Some(Hole { start, end, .. }) if self.told > start => {
+                [Some(0..start), Some(end..end + (self.told - start))]
+            }
+            _ => [Some(self.base..self.base + self.told), None],
+        };
+        ranges.into_iter().flatten()
     }
 
     /// The guest-physical address behind the RAM that the guest is told of.
-    pub(super) fn told_end(&self) -> u64 {
-        if self.is_split() && self.told > LOW { HIGH + (self.told - LOW) } else { self.told }
+    fn told_end(&self) -> u64 {
+        self.told_ranges().last().map_or(self.base, |range| range.end)
+    }
+
+    /// What the kernel is to be told by `mem=`, in bytes.
+    pub(super) fn mem(&self) -> u64 {
+        self.told_end() - self.base
     }
 
     fn region(&self) -> u64 {
         let end = self.told_end().next_multiple_of(CODE_BYTES);
-        if self.is_split() { end.max(HIGH) } else { end }
+        self.hole.map_or(end, |hole| end.max(hole.end))
     }
 
     fn file_offset(&self, gpa: u64) -> u64 {
-        if gpa >= HIGH { gpa - HIGH + LOW } else { gpa }
+        match self.hole {
+            Some(hole) if gpa >= hole.end => gpa - hole.end + hole.start,
+            _ => gpa - self.base,
+        }
     }
 }
 
@@ -98,18 +118,17 @@ impl Memory {
     pub(super) fn new(layout: &Layout) -> io::Result<Self> {
         let file = File::from(rustix::fs::memfd_create("guest-ram", MemfdFlags::CLOEXEC)?);
         file.set_len(layout.total)?;
-        let low = layout.told.min(if layout.is_split() { LOW } else { layout.told });
-        let mut extents = vec![(0, low)];
-        if layout.told > low {
-            extents.push((HIGH, layout.told - low));
-        }
         let map = |(at, bytes)| -> io::Result<GuestRegionMmap<()>> {
             let file = FileOffset::new(file.try_clone()?, layout.file_offset(at));
             let mapping = MmapRegion::from_file(file, bytes as usize).map_err(io::Error::other)?;
             GuestRegionMmap::new(mapping, GuestAddress(at))
                 .ok_or_else(|| io::Error::other("memory would end above the last address"))
         };
-        let ram = extents.into_iter().map(map).collect::<io::Result<Vec<_>>>()?;
+        let told = layout.told_ranges();
+        let ram = told
+            .map(|range| (range.start, range.end - range.start))
+            .map(map)
+            .collect::<io::Result<Vec<_>>>()?;
         let ram = GuestMemoryMmap::from_regions(ram).map_err(io::Error::other)?;
         let code = map((layout.region(), CODE_BYTES))?;
         let rings = map((layout.region() + CODE_BYTES, layout.rings))?;
@@ -142,11 +161,18 @@ fn window(region: &GuestRegionMmap<()>) -> RegionWindow<'_> {
 mod tests {
     use patcher::mem::PhysMem;
 
+    use super::super::Architecture;
     use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn pc(told: u64, rings: u64, initrd: u64) -> Option<Layout> {
+        Layout::new(Architecture::X86_64.board(), told, rings, initrd)
+    }
 
     #[test]
     fn the_region_lies_behind_what_the_guest_is_told_of_and_before_the_initrd() {
-        let layout = Layout::new(449 * MIB, 32 * MIB, 5 * MIB).unwrap();
+        let layout = pc(449 * MIB, 32 * MIB, 5 * MIB).unwrap();
         assert_eq!((layout.told_end(), layout.region()), (449 * MIB, 450 * MIB));
         assert_eq!(layout.total, (450 + 2 + 32 + 6 + 16) * MIB);
         let memory = Memory::new(&layout).unwrap();
@@ -157,7 +183,7 @@ mod tests {
 
     #[test]
     fn large_guests_go_on_above_4_gib_and_their_region_with_them() {
-        let layout = Layout::new(3 * GIB, 32 * MIB, 0).unwrap();
+        let layout = pc(3 * GIB, 32 * MIB, 0).unwrap();
         assert_eq!((layout.told_end(), layout.region()), (5 * GIB, 5 * GIB));
         assert_eq!(layout.file_offset(layout.region()), 3 * GIB);
         assert_eq!(layout.total, 3 * GIB + (2 + 32 + 16) * MIB);
@@ -167,15 +193,28 @@ mod tests {
     fn no_part_ever_lies_in_the_hole_and_all_parts_lie_in_the_file() {
         for told in (64..6 * 1024).step_by(7).map(|mib| mib * MIB) {
             for (rings, initrd) in [(2 * MIB, 0), (256 * MIB, 0), (256 * MIB, 900 * MIB)] {
-                let layout = Layout::new(told, rings, initrd).unwrap();
+                let layout = pc(told, rings, initrd).unwrap();
                 let end = layout.region() + CODE_BYTES + rings;
-                let low = if layout.is_split() { LOW } else { layout.total };
+                let low = if layout.hole.is_some() { 2 * GIB } else { layout.total };
                 assert!(layout.told_end() <= layout.region());
-                assert!(end <= low || layout.region() >= HIGH, "{layout:?}");
+                assert!(end <= low || layout.region() >= 4 * GIB, "{layout:?}");
                 assert!(layout.file_offset(end) <= layout.total, "{layout:?}");
-                assert_eq!(layout.is_split(), layout.total >= SPLIT_FROM);
+                assert_eq!(layout.hole.is_some(), layout.total >= 0xb000_0000);
             }
         }
-        assert_eq!(Layout::new(u64::MAX, 2 * MIB, 0), None);
+        assert_eq!(pc(u64::MAX, 2 * MIB, 0), None);
+    }
+    #[test]
+    fn ram_may_begin_anywhere_and_goes_in_steps() {
+        let arm = Layout::new(Architecture::Aarch64.board(), 512 * MIB, 16 * MIB, 0).unwrap();
+        assert_eq!((arm.told_end(), arm.mem()), (GIB + 512 * MIB, 512 * MIB));
+        assert_eq!(arm.file_offset(arm.region()), 512 * MIB);
+        let memory = Memory::new(&arm).unwrap();
+        assert_eq!(PhysMem::extents(memory.ram()), [Gpa(GIB)..Gpa(GIB + 512 * MIB)]);
+
+        let z = |told| Layout::new(Architecture::S390x.board(), told, 16 * MIB, 0).unwrap();
+        assert_eq!(z(511 * MIB).total, (512 + 2 + 16 + 16) * MIB);
+        let large = z(5 * GIB);
+        assert_eq!((large.total % (8 * MIB), large.region()), (0, 5 * GIB));
     }
 }

@@ -1,10 +1,12 @@
-//! Guests that QEMU runs, by its own processor emulation: no KVM is needed.
+//! Guests that QEMU runs: of other architectures too, and by its own processor emulation where there
+//! is no KVM for them.
 //!
-//! [`Qemu`] starts a `qemu-system-x86_64` of its own and is a [`patcher::machine::Machine`]. The
-//! guest's memory is a file that QEMU and this process both map. vCPUs are stopped, looked at and
-//! given new text through QEMU's gdbstub: translated code does not notice what is written to shared
-//! memory, but it does notice what the gdbstub writes. Everything else goes through the mapping.
+//! [`Qemu`] starts a QEMU of its own and is a [`patcher::machine::Machine`]. The guest's memory is a
+//! file that QEMU and this process both map. vCPUs are stopped, looked at and given new text through
+//! QEMU's gdbstub: translated code does not notice what is written to shared memory, but it does
+//! notice what the gdbstub writes. Everything else goes through the mapping.
 
+mod board;
 mod clock;
 mod gdb;
 mod launch;
@@ -15,7 +17,8 @@ mod qmp;
 mod xml;
 
 pub use crate::exit::GuestExit;
+pub use board::{Architecture, NoArchitecture};
 pub use gdb::GdbError;
-pub use launch::{BASE_CMDLINE, Launch, QemuError};
+pub use launch::{Accelerator, Launch, QemuError};
 pub use machine::Qemu;
 pub use qmp::QmpError;

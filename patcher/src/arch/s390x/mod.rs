@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::paging::AddressSpace;
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadState,
-    PerCpuVariable, Prefix, ReturnCount, SLOT_LEN, Unpaged,
+    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout,
+    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, SLOT_LEN, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -62,6 +62,14 @@ impl Arch for S390X {
 
     fn pad_prefixes(&self) -> &'static [Prefix] {
         &pads::PREFIXES
+    }
+
+    fn pad_layouts(&self) -> &'static [PadLayout] {
+        &pads::LAYOUTS
+    }
+
+    fn breakpoint(&self) -> Pattern {
+        pads::BREAKPOINT
     }
 
     fn compiler_hook_symbol(&self) -> &'static str {
@@ -123,6 +131,10 @@ impl Arch for S390X {
 
     fn cpu_number_variables(&self) -> &'static [PerCpuVariable] {
         &[]
+    }
+
+    fn records_whole_callers(&self) -> bool {
+        true
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {

@@ -3,9 +3,11 @@
 //! A site's pad becomes `brasl %r0` to this code, so `%r0` holds the address behind the pad and
 //! `%r14` still that of the caller. `%r0`, `%r1` and the condition code are free at a function's
 //! entry (the guest's own ftrace changes them too); `%r2` to `%r4` are kept in the register save
-//! area that every caller provides. As on other architectures the slot is reserved first, by one
-//! interlocked instruction, then the clock is read, and the sequence number is stored last: this
-//! processor keeps stores in order.
+//! area that every caller provides. As on other architectures the slot is reserved first, then the
+//! clock is read, and the sequence number is stored last: this processor keeps stores in order.
+//!
+//! The slot is reserved by compare-and-swap, which every processor has; interlocked addition needs a
+//! facility that the oldest ones lack, and would not be told of by any kernel's symbols.
 
 use super::pads::halfwords;
 use crate::addr::Gva;
@@ -28,25 +30,27 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     let mut code = Vec::with_capacity(128);
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x24]); // stmg %r2,%r4,16(%r15)
 
-    // Reserve: %r2 = CPU, %r3 = index of the record in that CPU's ring.
+    // Reserve: %r2 = CPU, %r3 = index of the record in that CPU's ring, %r4 = one more.
     code.extend([0xe3, 0x20]);
     code.extend(number_low.to_be_bytes());
     code.extend([number_high as u8, 0x16]); //            llgf %r2,cpu_nr
     load_address(&mut code, at, rings.headers())?; //     larl %r1,headers
     code.extend([0xeb, 0x32, 0x00, shift(HEADER_BYTES), 0x00, 0x0d]); // sllg %r3,%r2,log2(header)
     code.extend([0xb9, 0x08, 0x00, 0x13]); //             agr %r1,%r3
-    code.extend([0xa7, 0x39, 0x00, 0x01]); //             lghi %r3,1
-    code.extend([0xeb, 0x33, 0x10, 0x00, 0x00, 0xe8]); // laag %r3,%r3,0(%r1)
+    code.extend([0xe3, 0x30, 0x10, 0x00, 0x00, 0x04]); // lg %r3,0(%r1)
+    code.extend([0x41, 0x40, 0x30, 0x01]); //          1: la %r4,1(%r3)
+    code.extend([0xeb, 0x34, 0x10, 0x00, 0x00, 0x30]); // csg %r3,%r4,0(%r1)
+    code.extend([0xa7, 0x44, 0xff, 0xfb]); //             jl 1b
 
     // %r1 = the slot.
     load_address(&mut code, at, rings.slots())?; //       larl %r1,slots
     code.extend([0xeb, 0x22, 0x00, rings.ring_shift(), 0x00, 0x0d]); // sllg %r2,%r2,log2(ring)
     code.extend([0xb9, 0x08, 0x00, 0x12]); //             agr %r1,%r2
-    code.extend([0xb9, 0x16, 0x00, 0x43]); //             llgfr %r4,%r3
-    code.extend([0xc0, 0x4b]);
-    code.extend(rings.index_mask().to_be_bytes()); //     nilf %r4,slots - 1
-    code.extend([0xeb, 0x44, 0x00, shift(RECORD_BYTES), 0x00, 0x0d]); // sllg %r4,%r4,log2(record)
-    code.extend([0xb9, 0x08, 0x00, 0x14]); //             agr %r1,%r4
+    code.extend([0xb9, 0x16, 0x00, 0x33]); //             llgfr %r3,%r3
+    code.extend([0xc0, 0x3b]);
+    code.extend(rings.index_mask().to_be_bytes()); //     nilf %r3,slots - 1
+    code.extend([0xeb, 0x33, 0x00, shift(RECORD_BYTES), 0x00, 0x0d]); // sllg %r3,%r3,log2(record)
+    code.extend([0xb9, 0x08, 0x00, 0x13]); //             agr %r1,%r3
 
     if logger.clock {
         code.extend([0xb2, 0x7c, 0x10, 0x00]); //         stckf 0(%r1)
@@ -54,13 +58,21 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
         code.extend([0xe5, 0x48, 0x10, 0x00, 0x00, 0x00]); // mvghi 0(%r1),0
     }
     code.extend([0x50, 0x00, 0x10, 0x08]); //             st %r0,8(%r1)         function
-    code.extend([0x50, 0xe0, 0x10, 0x0c]); //             st %r14,12(%r1)       caller
-    code.extend([0xa7, 0x3b, 0x00, 0x01]); //             aghi %r3,1
-    code.extend([0xe3, 0x30, 0x10, 0x18, 0x00, 0x24]); // stg %r3,24(%r1)       sequence
+    code.extend([0x50, 0xe0, 0x10, 0x0c]); //             st %r14,12(%r1)       caller, low half
+    code.extend([0xeb, 0x2e, 0x00, 0x20, 0x00, 0x0c]); // srlg %r2,%r14,32
+    code.extend([0x50, 0x20, 0x10, 0x10]); //             st %r2,16(%r1)        caller, high half
+    code.extend([0xe3, 0x40, 0x10, 0x18, 0x00, 0x24]); // stg %r4,24(%r1)       sequence
 
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
     code.extend([0xb9, 0x04, 0x00, 0x10]); //             lgr %r1,%r0: `br %r0` branches nowhere
-    code.extend([0x07, 0xf1]); //                         br %r1
+    match logger.resume {
+        0 => code.extend([0x07, 0xf1]), //                br %r1
+        resume => {
+            let [high, low] = resume.to_be_bytes();
+            debug_assert!(high < 16, "a displacement has twelve bits");
+            code.extend([0x47, 0xf0, 0x10 | high, low]); // b resume(%r1)
+        }
+    }
     Ok(code)
 }
 
@@ -93,6 +105,7 @@ mod tests {
             cpu_number: 0x3a0,
             rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
+            resume: 0,
             returns: ReturnForm::Plain,
         }
     }
@@ -121,20 +134,23 @@ mod tests {
                 "larl %r1, 0x3fffaaf8000",
                 "sllg %r3, %r2, 7",
                 "agr %r1, %r3",
-                "lghi %r3, 1",
-                "laag %r3, %r3, 0(%r1)",
+                "lg %r3, 0(%r1)",
+                "la %r4, 1(%r3)",
+                "csg %r3, %r4, 0(%r1)",
+                "jl 0x3fffa8f8022",
                 "larl %r1, 0x3fffab08000",
                 "sllg %r2, %r2, 0x19",
                 "agr %r1, %r2",
-                "llgfr %r4, %r3",
-                "nilf %r4, 0xfffff",
-                "sllg %r4, %r4, 5",
-                "agr %r1, %r4",
+                "llgfr %r3, %r3",
+                "nilf %r3, 0xfffff",
+                "sllg %r3, %r3, 5",
+                "agr %r1, %r3",
                 "stckf 0(%r1)",
                 "st %r0, 8(%r1)",
                 "st %r14, 0xc(%r1)",
-                "aghi %r3, 1",
-                "stg %r3, 0x18(%r1)",
+                "srlg %r2, %r14, 0x20",
+                "st %r2, 0x10(%r1)",
+                "stg %r4, 0x18(%r1)",
                 "lmg %r2, %r4, 0x10(%r15)",
                 "lgr %r1, %r0",
                 "br %r1",
@@ -148,6 +164,13 @@ mod tests {
         logger.clock = false;
         let code = assemble(&logger, AT).unwrap();
         assert!(listing(&code).contains(&"mvghi 0(%r1), 0".to_owned()));
+    }
+
+    #[test]
+    fn a_function_goes_on_behind_its_block() {
+        let logger = Logger { resume: 18, ..logger(AT + (2 << 20)) };
+        let code = assemble(&logger, AT).unwrap();
+        assert_eq!(listing(&code).last().unwrap(), "b 0x12(%r1)");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::paging::AddressSpace;
 use super::{
     Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadState,
-    PerCpuVariable, Prefix, ReturnCount, Unpaged,
+    Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -59,6 +59,10 @@ impl Arch for X86_64 {
 
     fn pad_prefixes(&self) -> &'static [Prefix] {
         &pads::PREFIXES
+    }
+
+    fn breakpoint(&self) -> Pattern {
+        pads::BREAKPOINT
     }
 
     fn compiler_hook_symbol(&self) -> &'static str {

@@ -1,7 +1,7 @@
 //! Pads of x86_64 kernels: five bytes at a function's entry, made by `gcc -pg -mfentry`.
 
 use crate::addr::Gva;
-use crate::arch::{OutOfReach, PadBytes, PadState, Prefix};
+use crate::arch::{OutOfReach, PadBytes, PadState, Pattern, Prefix};
 
 /// A pad's length: one near call, or one no-operation as long.
 pub(super) const LEN: usize = 5;
@@ -26,6 +26,12 @@ const CALL: u8 = 0xe8;
 const JMP: u8 = 0xe9;
 const INT3: u8 = 0xcc;
 
+/// `int3`.
+pub(super) const BREAKPOINT: Pattern = Pattern::new("cc");
+
+/// One-byte no-operations, as `-fpatchable-function-entry` makes them.
+const SHORT: [u8; LEN] = [0x90; LEN];
+
 /// How far a near branch reaches, measured from its end.
 const REACH: u64 = 1 << 31;
 
@@ -35,6 +41,9 @@ pub(super) fn state(at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
     };
     if IDLE.contains(&bytes) {
         return PadState::Idle;
+    }
+    if bytes == SHORT {
+        return PadState::Several;
     }
     match bytes[0] {
         INT3 => PadState::Changing,
@@ -100,11 +109,16 @@ mod tests {
             &[0x0f, 0x1f, 0x44, 0x00],
             &[0x0f, 0x1f, 0x44, 0x00, 0x00, 0x90],
             &[0x0f, 0x1f, 0x44, 0x00, 0x08],
-            &[0x90; 5],
+            &[0x90, 0x90, 0x90, 0x90, 0x0f],
         ];
         for bytes in others {
             assert_eq!(state(AT, bytes, None), PadState::Unknown, "{bytes:02x?}");
         }
+    }
+
+    #[test]
+    fn several_no_operations_are_not_one() {
+        assert_eq!(state(AT, &[0x90; 5], None), PadState::Several);
     }
 
     #[test]

@@ -114,6 +114,7 @@ mod tests {
             cpu_number: 0x1_f0c0,
             rings: RingLayout::new(Gva(0xffff_ffff_be20_0000), 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
+            resume: 0,
             returns,
         }
     }

@@ -1,10 +1,12 @@
 //! Which engine runs the guest, and what `vmm run` wants of each.
 
-use anyhow::{Context, Result, anyhow};
+use std::fmt;
+
+use anyhow::{Context, Result, anyhow, bail};
 use patcher::machine::Machine;
 use vmm::devices::{Console, ConsoleInput};
 use vmm::kvm::{self, GuestExit, Hardware, KvmKind, LinuxBoot, Vm, VmError};
-use vmm::qemu::{Launch, Qemu};
+use vmm::qemu::{Accelerator, Architecture, Launch, Qemu};
 
 use super::options::{Accel, Options};
 use crate::cli::say;
@@ -89,27 +91,64 @@ impl Guest for Qemu {
     }
 }
 
+/// What runs a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Engine {
+    /// Our own, on KVM.
+    Kvm,
+    /// QEMU.
+    Qemu(Accelerator),
+}
+
 /// Builds the guest that `options` describe, on the engine that they, or this host, choose.
 ///
 /// # Errors
 /// What the engine says.
 pub fn build(options: &Options, rings: Option<u64>, console: Console) -> Result<Box<dyn Guest>> {
-    let chosen = match options.accel {
-        Accel::Auto => match kvm::probe() {
-            kind @ KvmKind::Hardware(_) => {
-                say(format!("the guest runs under KVM: {kind}"));
-                Accel::Kvm
-            }
-            kind => {
-                say(format!("the guest runs under QEMU's emulation, which is slow: {kind}"));
-                Accel::Tcg
-            }
-        },
-        told => told,
+    let host = Architecture::host();
+    let arch =
+        options.arch.or(host).context("this host's architecture is none of guests; say --arch")?;
+    let (engine, why) = match options.accel {
+        Accel::Tcg => (Engine::Qemu(Accelerator::Tcg), None),
+        Accel::Kvm if Some(arch) == host => (Engine::Kvm, None),
+        Accel::Kvm => bail!(
+            "a guest of {arch} can't run under the KVM of this {} host; use --accel tcg",
+            std::env::consts::ARCH
+        ),
+        Accel::Auto => {
+            let (engine, why) = choose(arch, host, kvm::probe);
+            (engine, Some(why))
+        }
     };
-    match chosen {
-        Accel::Tcg => under_qemu(options, rings, console),
-        Accel::Kvm | Accel::Auto => under_kvm(options, rings, console),
+    let guest = match engine {
+        Engine::Kvm => under_kvm(options, rings, console),
+        Engine::Qemu(accelerator) => under_qemu(options, arch, accelerator, rings, console),
+    }?;
+    if let Some(why) = why {
+        say(why);
+    }
+    Ok(guest)
+}
+
+/// The engine for a guest of `arch` on a host of `host`, and why.
+fn choose(
+    arch: Architecture,
+    host: Option<Architecture>,
+    probe: impl FnOnce() -> KvmKind,
+) -> (Engine, String) {
+    const EMULATED: &str = "the guest runs under QEMU's emulation, which is slow";
+    let emulated =
+        |why: &dyn fmt::Display| (Engine::Qemu(Accelerator::Tcg), format!("{EMULATED}: {why}"));
+    if Some(arch) != host {
+        return emulated(&format_args!("this {} host can't run {arch}", std::env::consts::ARCH));
+    }
+    match probe() {
+        kind @ KvmKind::Hardware(_) => (Engine::Kvm, format!("the guest runs under KVM: {kind}")),
+        // What is missing is something that our own engine needs and QEMU does not.
+        kind @ KvmKind::Lacking { .. } => {
+            (Engine::Qemu(Accelerator::Kvm), format!("the guest runs under QEMU with KVM: {kind}"))
+        }
+        kind => emulated(&kind),
     }
 }
 
@@ -136,7 +175,13 @@ fn under_kvm(options: &Options, rings: Option<u64>, console: Console) -> Result<
     }
 }
 
-fn under_qemu(options: &Options, rings: Option<u64>, console: Console) -> Result<Box<dyn Guest>> {
+fn under_qemu(
+    options: &Options,
+    arch: Architecture,
+    accelerator: Accelerator,
+    rings: Option<u64>,
+    console: Console,
+) -> Result<Box<dyn Guest>> {
     let cpus = options.cpus.get() as usize;
     let usual = (cpus as u64 * RINGS_PER_CPU).next_power_of_two().min(kvm::MAX_RINGS);
     let launch = Launch {
@@ -145,7 +190,42 @@ fn under_qemu(options: &Options, rings: Option<u64>, console: Console) -> Result
         rings: rings.unwrap_or(usual),
         initrd: options.initrd.clone(),
         cmdline: options.cmdline.clone(),
-        ..Launch::new(&options.kernel)
+        accelerator,
+        ..Launch::new(arch, &options.kernel)
     };
     Ok(Box::new(Qemu::launch(&launch, console)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm::kvm::Extension;
+
+    use super::*;
+
+    #[test]
+    fn the_fastest_engine_that_runs_the_guest_is_chosen_and_named_with_the_reason() {
+        const X86: Architecture = Architecture::X86_64;
+        let emulating = || KvmKind::Emulating { reason: "it is PVM".into() };
+        let chosen = |arch, kind: KvmKind| choose(arch, Some(X86), || kind);
+        for (arch, kind, engine, why) in [
+            (X86, KvmKind::Hardware(Extension::Svm), Engine::Kvm, "svm"),
+            (
+                X86,
+                KvmKind::Lacking { capability: "KVM_CAP_SYNC_REGS" },
+                Engine::Qemu(Accelerator::Kvm),
+                "KVM_CAP_SYNC_REGS",
+            ),
+            (X86, emulating(), Engine::Qemu(Accelerator::Tcg), "it is PVM"),
+            (
+                Architecture::S390x,
+                KvmKind::Hardware(Extension::Vmx),
+                Engine::Qemu(Accelerator::Tcg),
+                "s390x",
+            ),
+        ] {
+            let (found, said) = chosen(arch, kind);
+            assert_eq!(found, engine);
+            assert!(said.contains(why) && !said.contains('\n'), "{said}");
+        }
+    }
 }

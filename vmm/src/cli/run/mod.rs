@@ -143,6 +143,11 @@ fn claim(name: Option<&Name>) -> Result<Option<Claim>> {
     }
 }
 
+fn panic_said() -> Status {
+    say(GuestExit::Panicked);
+    Status::GuestPanicked
+}
+
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
     let Watched { panicked, summary, too_early, error } = watched;
@@ -159,10 +164,8 @@ fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
         Reason::Console(error) => return Err(error),
         Reason::ReaderGone => return Ok(Status::Success),
         _ if reader_gone => return Ok(Status::Success),
-        _ if panicked => {
-            say("the guest's kernel has panicked");
-            Status::GuestPanicked
-        }
+        Reason::Guest(GuestExit::Panicked) => panic_said(),
+        _ if panicked => panic_said(),
         Reason::Guest(GuestExit::PowerOff) => Status::Success,
         Reason::Guest(GuestExit::Reboot) => {
             say("the guest asked for a reboot, which ends it here");

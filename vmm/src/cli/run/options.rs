@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
 use patcher::region::{MIN_RING_BYTES, rings_window_len};
 use vmm::control::Name;
 use vmm::kvm::{MAX_CPUS, MAX_RINGS};
+use vmm::qemu::Architecture;
 
 use crate::cli::output::Output;
 use crate::cli::size::Size;
@@ -19,7 +20,7 @@ use crate::cli::size::Size;
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub struct Options {
-    /// The kernel: a bzImage, as distributions ship it in /boot
+    /// The kernel: an image as distributions ship it in /boot
     #[arg(long, value_name = "FILE")]
     pub kernel: PathBuf,
 
@@ -44,6 +45,10 @@ pub struct Options {
     /// and so on
     #[arg(long, value_name = "NAME")]
     pub name: Option<Name>,
+
+    /// The guest's architecture: x86_64, s390x or aarch64. By default this host's
+    #[arg(long, value_name = "ARCH")]
+    pub arch: Option<Architecture>,
 
     /// What runs the guest
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
@@ -114,16 +119,20 @@ Examples:
     vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -f 'vfs_*' -n vfs_getattr
 
   Trace every function into a file, and use the console meanwhile:
-    vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o trace.txt";
+    vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o trace.txt
+
+  The same for a mainframe's kernel, which QEMU emulates:
+    vmm run --arch s390x --kernel vmlinuz --initrd initrd.img --trace func -o trace.txt";
 
 /// What runs the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Accel {
-    /// KVM where it runs stock kernels, else QEMU's emulation; standard error says which and why
+    /// KVM where it runs stock kernels, else QEMU with KVM, else QEMU's emulation; standard error
+    /// says which and why
     Auto,
     /// The kernel's KVM, even one that only emulates guest kernels and will not get far with them
     Kvm,
-    /// QEMU's emulation (TCG): slow, and runs everywhere
+    /// QEMU's emulation (TCG): slow, and runs every architecture everywhere
     Tcg,
 }
 

@@ -74,7 +74,7 @@ fn connected(
 ) -> (Result<Gdb, GdbError>, thread::JoinHandle<Vec<String>>) {
     let (ours, peer) = UnixStream::pair().unwrap();
     let stub = stub(peer, reply);
-    (Gdb::connect(ours), stub)
+    (Gdb::connect(ours, ByteOrder::Little), stub)
 }
 
 #[test]
@@ -138,7 +138,8 @@ fn a_guest_is_stopped_and_let_go() {
 fn a_stop_that_is_late_lets_the_guest_go_and_is_not_taken_for_the_next() {
     let (ours, mut peer) = UnixStream::pair().unwrap();
     let (buffer, threads, places) = (Vec::new(), Vec::new(), Vec::new());
-    let mut gdb = Gdb { stream: ours, buffer, at: 0, threads, places, stale: 0 };
+    let mut gdb =
+        Gdb { stream: ours, order: ByteOrder::Little, buffer, at: 0, threads, places, stale: 0 };
     assert!(matches!(gdb.stop(Duration::from_millis(20)), Err(GdbError::Silent(_))));
     let mut got = [0; 6];
     peer.read_exact(&mut got).unwrap();
@@ -166,7 +167,7 @@ fn told(script: &[u8]) -> Result<Gdb, GdbError> {
         let _ = peer.shutdown(std::net::Shutdown::Write);
         let _ = peer.read_to_end(&mut Vec::new());
     });
-    Gdb::connect(ours)
+    Gdb::connect(ours, ByteOrder::Little)
 }
 
 fn framed(packets: &[&str]) -> Vec<u8> {
