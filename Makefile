@@ -10,13 +10,13 @@ help: ## this list
 setup: ## install the packages that builds, guests and tests need
 	scripts/setup.sh
 
-check: ## format, lints, docs and unit tests: minutes
+check: setup ## format, lints, docs and unit tests: minutes
 	$(CARGO) fmt --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --quiet
 	$(CARGO) test --workspace --lib --bins --quiet
 
-test: setup check ## everything, whole guests included
+test: check ## everything, whole guests included
 	$(CARGO) test --workspace --test '*' --no-fail-fast -- --test-threads=1
 	$(CARGO) test --workspace --doc --quiet
 

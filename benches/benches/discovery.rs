@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use guest_images::Series;
+use guest_images::{Architecture, Series};
 use patcher::addr::Gva;
 use patcher::kernel::{Located, locate};
 use patcher::machine::{Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError};
@@ -12,7 +12,7 @@ use tests::capture::Captured;
 use vm_memory::Bytes;
 
 fn discovery(criterion: &mut Criterion) {
-    let guest = Captured::new(Series::V6_1, "max", "");
+    let guest = Captured::new(Architecture::X86_64, Series::V6_1, "max", "");
     let kernel = guest.kernel();
     let symbols = kernel.symbols().len();
     let pads = kernel.pads(&guest.ram).expect("the kernel lists its pads");

@@ -6,19 +6,23 @@
 //! fact, `KEY VALUE`:
 //!
 //! ```text
+//! architecture x86_64                    or s390x, aarch64
 //! release 6.1.0-57-cloud-amd64
 //! cpu max
 //! cpus 2
 //! memory_mib 512
+//! ram_base 0x0                           guest-physical address of ram.bin's first byte
 //! cmdline nokaslr
 //! kallsyms_md5 5f2c…                     of the kernel's own lines of /proc/kallsyms
-//! vcpu 0 rip=0xffffffff81c0b2ab rsp=0x… rflags=0x… cs=0x10 cr0=0x… cr3=0x… cr4=0x… efer=0x… gs_base=0x… kernel_gs_base=0x…
+//! vcpu 0 rip=0xffffffff81c0b2ab rsp=0x… …
 //! vcpu 1 …
 //! ```
 //!
-//! Beside it: `ram.bin` (all RAM, guest-physical address 0 at offset 0; sparse), `kallsyms` (the
-//! whole of /proc/kallsyms, with the symbols of modules), `aff` (the whole of
-//! available_filter_functions), `modules` (/proc/modules) and `dmesg`.
+//! A vCPU's line has all the registers of its architecture that [`VcpuRegisters`] lists. RAM begins at guest-physical address 0 on x86_64 and s390x, and at 0x40000000 on aarch64.
+//!
+//! Beside it: `ram.bin` (all RAM; sparse), `kallsyms` (the whole of /proc/kallsyms, with the
+//! symbols of modules), `aff` (the whole of available_filter_functions), `modules` (/proc/modules)
+//! and `dmesg`.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -27,12 +31,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::architecture::Architecture;
 use crate::cache::{Cache, CacheError};
 use crate::console::ConsoleError;
-use crate::gdb::{Gdb, VcpuRegisters};
+use crate::gdb::Gdb;
 use crate::initramfs::{Initramfs, InitramfsError};
 use crate::kernel::Kernel;
 use crate::qemu::{Qemu, QemuError, QemuOptions, guest_directory};
+use crate::registers::VcpuRegisters;
 
 /// How long a guest may take to boot and to write out what it knows. An idle machine needs 15 s.
 const BOOT: Duration = Duration::from_secs(240);
@@ -78,8 +84,9 @@ pub enum CaptureError {
 /// The guest that is captured.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaptureOptions {
-    /// QEMU's name of the processor: `max` pages with 5 levels, `Skylake-Server` with 4 and with
-    /// separate page tables for user space, `EPYC` with 4 and without.
+    /// QEMU's name of the processor. Of x86_64, `max` pages with 5 levels, `Skylake-Server` with 4
+    /// and with separate page tables for user space, `EPYC` with 4 and without. Of aarch64, `max`
+    /// has 52-bit addresses, and `cortex-a72` 48 and separate page tables for user space.
     pub cpu: String,
     /// How many virtual processors.
     pub cpus: u32,
@@ -100,6 +107,8 @@ impl Default for CaptureOptions {
 pub struct Capture {
     /// Where its files are.
     pub directory: PathBuf,
+    /// What its processors are.
+    pub architecture: Architecture,
     /// The kernel's release.
     pub release: String,
     /// How much RAM the guest has, in MiB.
@@ -111,7 +120,7 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// All RAM; guest-physical address 0 is at offset 0.
+    /// All RAM; guest-physical address [`Architecture::ram_base`] is at offset 0.
     #[must_use]
     pub fn ram(&self) -> PathBuf {
         self.directory.join("ram.bin")
@@ -140,16 +149,18 @@ impl Capture {
         let facts: HashMap<&str, &str> =
             text.lines().filter_map(|line| line.split_once(' ')).collect();
         let fact = |key| facts.get(key).copied().ok_or_else(|| invalid(key));
+        let architecture = fact("architecture")?.parse().map_err(|_| invalid("architecture"))?;
         let vcpus: Vec<VcpuRegisters> = text
             .lines()
             .filter_map(|line| line.strip_prefix("vcpu "))
-            .map(|line| parse_vcpu(line).ok_or_else(|| invalid("vcpu")))
+            .map(|line| parse_vcpu(architecture, line).ok_or_else(|| invalid("vcpu")))
             .collect::<Result<_, _>>()?;
         if vcpus.is_empty() {
             return Err(invalid("vcpu"));
         }
         Ok(Self {
             directory: directory.to_owned(),
+            architecture,
             release: fact("release")?.to_owned(),
             memory_mib: fact("memory_mib")?.parse().map_err(|_| invalid("memory_mib"))?,
             kallsyms_md5: fact("kallsyms_md5")?.to_owned(),
@@ -182,20 +193,22 @@ pub fn capture_in(
 
 fn entry_name(kernel: &Kernel, options: &CaptureOptions) -> String {
     let mut name = format!(
-        "captures/{}/{}-{}cpu-{}M",
-        kernel.release, options.cpu, options.cpus, options.memory_mib
+        "captures/{}/{}/{}-{}cpu-{}M",
+        kernel.architecture, kernel.release, options.cpu, options.cpus, options.memory_mib
     );
     for word in options.cmdline.split_whitespace() {
         name.push('-');
         name.push_str(word);
     }
-    // The one slash behind the release stays; everything else that needs care in a path goes.
+    // The slashes before stay; everything else that needs care in a path goes.
     let harmless = |c: char| c.is_ascii_alphanumeric() || "/+-=.".contains(c);
     name.replace(|c| !harmless(c), "_")
 }
 
 fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), CaptureError> {
-    let initramfs = Initramfs::new()?.modules(kernel, &["virtio_pci", "virtio_blk"])?.build();
+    let (device, modules) = dump_device(kernel.architecture);
+    let initramfs =
+        Initramfs::for_architecture(kernel.architecture)?.modules(kernel, modules)?.build();
     let guest_directory = guest_directory()?;
     let disk = guest_directory.path().join("dumps");
     let socket = guest_directory.path().join("gdb");
@@ -203,7 +216,7 @@ fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), Ca
         .and_then(|file| file.set_len(DUMP_DISK))
         .map_err(CacheError::during("create", &disk))?;
 
-    let mut qemu = QemuOptions::new(&kernel.vmlinuz, initramfs);
+    let mut qemu = QemuOptions::for_kernel(kernel, initramfs);
     qemu.cpu.clone_from(&options.cpu);
     qemu.cpus = options.cpus;
     qemu.memory_mib = options.memory_mib;
@@ -217,7 +230,7 @@ fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), Ca
         "-drive".to_owned(),
         format!("if=none,id=dumps,format=raw,file={}", disk.display()),
         "-device".to_owned(),
-        "virtio-blk-pci,drive=dumps".to_owned(),
+        format!("{device},drive=dumps"),
         "-gdb".to_owned(),
         format!("unix:{},server=on,wait=off", socket.display()),
     ]
@@ -226,7 +239,7 @@ fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), Ca
     let guest = Qemu::start_in(guest_directory, &qemu)?;
     guest.console().wait_for("VMM-DONE", BOOT)?;
 
-    let mut gdb = Gdb::connect(&socket).map_err(CaptureError::Registers)?;
+    let mut gdb = Gdb::connect(&socket, kernel.architecture).map_err(CaptureError::Registers)?;
     let vcpus: Vec<VcpuRegisters> = (0..options.cpus)
         .map(|vcpu| gdb.registers(vcpu))
         .collect::<Result<_, _>>()
@@ -250,6 +263,17 @@ fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), Ca
     Ok(())
 }
 
+/// The device behind /dev/vda, and the modules that drive it. What a machine has in place of PCI is
+/// built into its kernels.
+fn dump_device(architecture: Architecture) -> (&'static str, &'static [&'static str]) {
+    match architecture {
+        Architecture::X86_64 | Architecture::Aarch64 => {
+            ("virtio-blk-pci", &["virtio_pci", "virtio_blk"])
+        }
+        Architecture::S390x => ("virtio-blk-ccw", &["virtio_blk"]),
+    }
+}
+
 /// The bytes of one dump: all between its two marks.
 fn dump<'a>(stream: &'a [u8], name: &str) -> Option<&'a [u8]> {
     let find = |mark: &str, from: usize| {
@@ -269,8 +293,15 @@ fn describe(
     vcpus: &[VcpuRegisters],
 ) -> String {
     let mut text = format!(
-        "release {}\ncpu {}\ncpus {}\nmemory_mib {}\ncmdline {}\nkallsyms_md5 {kallsyms_md5}\n",
-        kernel.release, options.cpu, options.cpus, options.memory_mib, options.cmdline
+        "architecture {}\nrelease {}\ncpu {}\ncpus {}\nmemory_mib {}\nram_base {:#x}\ncmdline {}\n\
+         kallsyms_md5 {kallsyms_md5}\n",
+        kernel.architecture,
+        kernel.release,
+        options.cpu,
+        options.cpus,
+        options.memory_mib,
+        kernel.architecture.ram_base(),
+        options.cmdline
     );
     for (number, vcpu) in vcpus.iter().enumerate() {
         write!(text, "vcpu {number}").expect("a string takes all");
@@ -283,7 +314,7 @@ fn describe(
 }
 
 /// Reads what follows the word `vcpu`.
-fn parse_vcpu(line: &str) -> Option<VcpuRegisters> {
+fn parse_vcpu(architecture: Architecture, line: &str) -> Option<VcpuRegisters> {
     let values: HashMap<&str, u64> = line
         .split_whitespace()
         .skip(1)
@@ -292,31 +323,18 @@ fn parse_vcpu(line: &str) -> Option<VcpuRegisters> {
             Some((name, u64::from_str_radix(value.strip_prefix("0x")?, 16).ok()?))
         })
         .collect::<Option<_>>()?;
-    let value = |name| values.get(name).copied();
-    Some(VcpuRegisters {
-        rip: value("rip")?,
-        rsp: value("rsp")?,
-        rflags: value("rflags")?,
-        cs: value("cs")?.try_into().ok()?,
-        cr0: value("cr0")?,
-        cr3: value("cr3")?,
-        cr4: value("cr4")?,
-        efer: value("efer")?,
-        gs_base: value("gs_base")?,
-        kernel_gs_base: value("kernel_gs_base")?,
-    })
+    VcpuRegisters::read(architecture, |register| values.get(register.name).copied().ok_or(())).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::architecture::Architecture;
     use crate::index::Series;
 
-    fn kernel() -> Kernel {
+    fn kernel(architecture: Architecture) -> Kernel {
         Kernel {
             release: "6.1.0-1-test".to_owned(),
-            architecture: Architecture::X86_64,
+            architecture,
             series: Series::V6_1,
             vmlinuz: PathBuf::new(),
             config: None,
@@ -326,22 +344,25 @@ mod tests {
 
     #[test]
     fn a_description_is_read_back_as_it_was_written() {
-        let directory = tempfile::tempdir().unwrap();
-        let vcpus = [
-            VcpuRegisters { rip: 0xffff_ffff_81c0_b2ab, cs: 0x10, ..VcpuRegisters::default() },
-            VcpuRegisters { cr4: 0x3506f0, kernel_gs_base: 7, ..VcpuRegisters::default() },
-        ];
-        let text = describe(&kernel(), &CaptureOptions::default(), "abc", &vcpus);
-        fs::write(directory.path().join("capture.txt"), &text).unwrap();
-        let capture = Capture::open(directory.path()).unwrap();
-        assert_eq!(capture.release, "6.1.0-1-test");
-        assert_eq!(capture.memory_mib, 512);
-        assert_eq!(capture.kallsyms_md5, "abc");
-        assert_eq!(capture.vcpus, vcpus);
+        for architecture in Architecture::ALL {
+            let directory = tempfile::tempdir().unwrap();
+            let vcpus = [0x10, 0xffff_ffff_81c0_b2ab]
+                .map(|value| VcpuRegisters::read(architecture, |_| Ok::<u64, ()>(value)).unwrap());
+            let kernel = kernel(architecture);
+            let text = describe(&kernel, &CaptureOptions::default(), "abc", &vcpus);
+            fs::write(directory.path().join("capture.txt"), &text).unwrap();
+            let capture = Capture::open(directory.path()).unwrap();
+            assert_eq!(capture.architecture, architecture);
+            assert_eq!(capture.release, "6.1.0-1-test");
+            assert_eq!(capture.memory_mib, 512);
+            assert_eq!(capture.kallsyms_md5, "abc");
+            assert_eq!(capture.vcpus, vcpus);
 
-        fs::write(directory.path().join("capture.txt"), text.replace("cr3=0x0", "cr3=?")).unwrap();
-        let error = Capture::open(directory.path()).unwrap_err().to_string();
-        assert!(error.contains("no valid vcpu; remove it"), "{error}");
+            let broken = text.replacen("=0x10", "=?", 1);
+            fs::write(directory.path().join("capture.txt"), broken).unwrap();
+            let error = Capture::open(directory.path()).unwrap_err().to_string();
+            assert!(error.contains("no valid vcpu; remove it"), "{error}");
+        }
     }
 
     #[test]
@@ -355,8 +376,8 @@ mod tests {
     fn captures_of_other_options_are_other_entries() {
         let options = CaptureOptions { cmdline: "nokaslr  a,b".to_owned(), ..Default::default() };
         assert_eq!(
-            entry_name(&kernel(), &options),
-            "captures/6.1.0-1-test/max-2cpu-512M-nokaslr-a_b"
+            entry_name(&kernel(Architecture::S390x), &options),
+            "captures/s390x/6.1.0-1-test/max-2cpu-512M-nokaslr-a_b"
         );
     }
 }

@@ -18,6 +18,7 @@ mod initramfs;
 mod kernel;
 mod lab;
 mod qemu;
+mod registers;
 
 pub use apt::AptError;
 pub use architecture::{Architecture, UnknownArchitecture};
@@ -27,9 +28,9 @@ pub use capture::{Capture, CaptureError, CaptureOptions, capture, capture_in};
 pub use command::CommandError;
 pub use console::{Console, ConsoleError};
 pub use cpio::{Archive, FileTooLarge};
-pub use gdb::VcpuRegisters;
 pub use index::{Series, UnknownSeries};
 pub use initramfs::{Initramfs, InitramfsError};
 pub use kernel::{Kernel, KernelError, Module, kernel, kernel_for};
 pub use lab::{Event, Input, LAB_CPU, Lab, LabError, Outcome, RunningLab, Session};
 pub use qemu::{Qemu, QemuError, QemuOptions};
+pub use registers::VcpuRegisters;

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 
 use crate::architecture::Architecture;
 use crate::console::Console;
+use crate::kernel::Kernel;
 
 /// A guest under QEMU could not be started or did not end as it should.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +78,12 @@ impl QemuOptions {
     #[must_use]
     pub fn new(kernel: impl Into<PathBuf>, initramfs: Vec<u8>) -> Self {
         Self::for_architecture(Architecture::X86_64, kernel, initramfs)
+    }
+
+    /// The same of that kernel's architecture.
+    #[must_use]
+    pub fn for_kernel(kernel: &Kernel, initramfs: Vec<u8>) -> Self {
+        Self::for_architecture(kernel.architecture, &kernel.vmlinuz, initramfs)
     }
 
     /// The same with processors of that architecture.

@@ -14,8 +14,7 @@ fn stock_kernel() -> Kernel {
 }
 
 fn start(kernel: &Kernel, initramfs: Initramfs, cmdline: &str) -> Qemu {
-    let mut options =
-        QemuOptions::for_architecture(kernel.architecture, &kernel.vmlinuz, initramfs.build());
+    let mut options = QemuOptions::for_kernel(kernel, initramfs.build());
     options.cmdline = cmdline.to_owned();
     Qemu::start(&options).unwrap()
 }

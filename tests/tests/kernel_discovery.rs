@@ -2,14 +2,18 @@
 
 use std::fs;
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
+use guest_images::Architecture::{self, X86_64};
 use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
 use patcher::kernel::{self, Kernel, Refusal, Symbols};
 use patcher::machine::RegionWindow;
+use patcher::mem::PhysMem;
 use tests::capture::{Captured, capture, map};
-use vm_memory::{GuestMemoryMmap, VolatileSlice};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap};
 
 /// A capture that is compared with what its guest said.
 struct Guest(Captured);
@@ -28,8 +32,8 @@ impl DerefMut for Guest {
 }
 
 impl Guest {
-    fn new(series: Series, cpu: &str, cmdline: &str) -> Self {
-        Self(Captured::new(series, cpu, cmdline))
+    fn new(architecture: Architecture, series: Series, cpu: &str, cmdline: &str) -> Self {
+        Self(Captured::new(architecture, series, cpu, cmdline))
     }
 
     /// Compares everything that can be with the guest's own word.
@@ -65,34 +69,56 @@ impl Guest {
         kernel
     }
 
-    /// By each vCPU's own base, the distance found leads to the vCPU's number.
+    /// Where each vCPU's own base leads to by the distance found, the vCPU's number stands.
     fn check_cpu_numbers(&self, kernel: &Kernel) {
-        let distance = kernel.cpu_number(&self.ram).unwrap();
+        let distance = kernel.cpu_number(&self.ram).unwrap().into();
         for (cpu, vcpu) in self.capture.vcpus.iter().enumerate() {
-            // Which of the two is the kernel's is not told by the privilege: a vCPU may stand between
-            // an entry and its SWAPGS. A process can't have a base in the kernel's half.
-            let bases = [vcpu.gs_base, vcpu.kernel_gs_base];
-            let base = *bases.iter().find(|base| **base >> 63 == 1).unwrap();
             let mut number = [0; 4];
-            let at = Gva(base.wrapping_add_signed(distance.into()));
-            kernel.read_virt(&self.ram, at, &mut number).unwrap();
-            assert_eq!(u32::from_le_bytes(number) as usize, cpu);
+            match self.capture.architecture {
+                X86_64 => {
+                    // Which of the two is the kernel's is not told by the privilege: a vCPU may
+                    // stand between an entry and its SWAPGS. A process can't have a base in the
+                    // kernel's half.
+                    let bases = [vcpu["gs_base"], vcpu["kernel_gs_base"]];
+                    let base = *bases.iter().find(|base| **base >> 63 == 1).unwrap();
+                    let at = Gva(base.wrapping_add_signed(distance));
+                    kernel.read_virt(&self.ram, at, &mut number).unwrap();
+                }
+                // The prefix is where this CPU has the lowest addresses.
+                Architecture::S390x => {
+                    let at = Gpa(vcpu["prefix"].wrapping_add_signed(distance));
+                    self.ram.read(at, &mut number).unwrap();
+                }
+                Architecture::Aarch64 => {
+                    let at = Gva(vcpu["tpidr_el1"].wrapping_add_signed(distance));
+                    kernel.read_virt(&self.ram, at, &mut number).unwrap();
+                }
+            }
+            assert_eq!(kernel.arch().byte_order().u32(number) as usize, cpu);
         }
     }
 
     /// The region can be mapped, and the tables of the processes that run have it at once.
     fn check_mapping(&self, kernel: &Kernel) {
         let leaf = 2 << 20;
-        let (code, rings) = (Gpa(1 << 32), Gpa(2 << 32));
-        let mapping =
-            kernel::plan_mapping(kernel, &self.ram, (code, leaf), (rings, 4 * leaf)).unwrap();
-        let no_tables = RegionWindow { gpa: code, memory: VolatileSlice::from(&mut [][..]) };
-        mapping.install(&self.ram, &no_tables).unwrap();
-        assert_eq!(kernel.translate(&self.ram, mapping.code + 64), Ok(code + 64));
+        // Above the guest's own memory, and within what is reached from it.
+        let (code, rings) = (Gpa(2 << 30), Gpa((2 << 30) + leaf));
+        let region = MmapRegionBuilder::new(5 * leaf as usize)
+            .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .build()
+            .unwrap();
+        let region = Arc::new(GuestRegionMmap::new(region, GuestAddress(code.0)).unwrap());
+        let ram = self.ram.insert_region(region.clone()).unwrap();
+
+        let mapping = kernel::plan_mapping(kernel, &ram, (code, leaf), (rings, 4 * leaf)).unwrap();
+        let window = RegionWindow { gpa: code, memory: region.as_volatile_slice().unwrap() };
+        mapping.install(&ram, &window).unwrap();
+        assert_eq!(kernel.translate(&ram, mapping.code + 64), Ok(code + 64));
         for registers in &self.vcpus {
             let spaces = kernel.arch().address_spaces(registers).unwrap();
             // Without isolated tables the first guess may be wrong.
-            let seen = |at| spaces.iter().find_map(|space| space.translate(&self.ram, at).ok());
+            let seen = |at| spaces.iter().find_map(|space| space.translate(&ram, at).ok());
             assert_eq!(seen(mapping.rings + 3 * leaf + 8), Some(rings + 3 * leaf + 8));
         }
     }
@@ -132,7 +158,7 @@ fn compare<'a>(what: &str, ours: &[String], theirs: impl Iterator<Item = &'a str
 
 #[test]
 fn a_5_10_kernel_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V5_10, "max", "");
+    let guest = Guest::new(X86_64, Series::V5_10, "max", "");
     let kernel = guest.check();
     assert_eq!(kernel.version(), Some((5, 10)));
     assert_eq!(guest.prefixes(&kernel), ["none"]);
@@ -143,7 +169,7 @@ fn a_5_10_kernel_is_as_it_says_itself() {
 
 #[test]
 fn a_6_1_kernel_with_five_levels_of_tables_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V6_1, "max", "");
+    let guest = Guest::new(X86_64, Series::V6_1, "max", "");
     let kernel = guest.check();
     assert_eq!(kernel.root().format.levels.len(), 5);
     assert_eq!(kernel.return_form(&guest.ram), Ok(ReturnForm::Plain));
@@ -151,13 +177,13 @@ fn a_6_1_kernel_with_five_levels_of_tables_is_as_it_says_itself() {
 
 #[test]
 fn a_6_1_kernel_that_is_not_moved_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V6_1, "max", "nokaslr");
+    let guest = Guest::new(X86_64, Series::V6_1, "max", "nokaslr");
     assert_eq!(guest.check().kaslr_offset(), 0);
 }
 
 #[test]
 fn a_6_1_kernel_with_isolated_tables_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V6_1, "Skylake-Server", "pti=on");
+    let guest = Guest::new(X86_64, Series::V6_1, "Skylake-Server", "pti=on");
     let kernel = guest.check();
     assert_eq!(kernel.root().format.levels.len(), 4);
     // This processor needs a return thunk.
@@ -169,7 +195,7 @@ fn a_6_1_kernel_with_isolated_tables_is_as_it_says_itself() {
 
 #[test]
 fn a_6_12_kernel_with_five_levels_of_tables_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V6_12, "max", "");
+    let guest = Guest::new(X86_64, Series::V6_12, "max", "");
     let kernel = guest.check();
     assert_eq!(kernel.root().format.levels.len(), 5);
     assert_eq!(guest.prefixes(&kernel), ["endbr64", "none", "sealed endbr64 (nopw)"]);
@@ -177,7 +203,7 @@ fn a_6_12_kernel_with_five_levels_of_tables_is_as_it_says_itself() {
 
 #[test]
 fn a_6_12_kernel_with_four_levels_and_isolated_tables_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V6_12, "Skylake-Server", "pti=on");
+    let guest = Guest::new(X86_64, Series::V6_12, "Skylake-Server", "pti=on");
     let kernel = guest.check();
     assert_eq!(kernel.root().format.levels.len(), 4);
     assert!(matches!(kernel.return_form(&guest.ram), Ok(ReturnForm::Thunk(_))));
@@ -185,7 +211,7 @@ fn a_6_12_kernel_with_four_levels_and_isolated_tables_is_as_it_says_itself() {
 
 #[test]
 fn a_6_18_kernel_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V6_18, "max", "");
+    let guest = Guest::new(X86_64, Series::V6_18, "max", "");
     let kernel = guest.check();
     assert_eq!(guest.prefixes(&kernel), ["endbr64", "none", "sealed endbr64 (nopl)"]);
     assert_eq!(kernel.return_form(&guest.ram), Ok(ReturnForm::Plain));
@@ -193,7 +219,7 @@ fn a_6_18_kernel_is_as_it_says_itself() {
 
 #[test]
 fn a_7_kernel_is_as_it_says_itself() {
-    let guest = Guest::new(Series::V7, "max", "");
+    let guest = Guest::new(X86_64, Series::V7, "max", "");
     let kernel = guest.check();
     assert_eq!(kernel.version().map(|(major, _)| major), Some(7));
     assert_eq!(kernel.return_form(&guest.ram), Ok(ReturnForm::Plain));
@@ -201,8 +227,8 @@ fn a_7_kernel_is_as_it_says_itself() {
 
 #[test]
 fn a_whole_other_guest_that_lies_in_memory_is_not_taken_for_the_one_that_runs() {
-    let mut guest = Guest::new(Series::V6_1, "max", "");
-    let other = capture(Series::V6_1, "max", "nokaslr");
+    let mut guest = Guest::new(X86_64, Series::V6_1, "max", "");
+    let other = capture(X86_64, Series::V6_1, "max", "nokaslr");
     let regions = vec![map(&guest.capture, 0), map(&other, 1 << 30)];
     guest.ram = GuestMemoryMmap::from_regions(regions).unwrap();
     guest.check();

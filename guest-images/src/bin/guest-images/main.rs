@@ -67,7 +67,10 @@ struct InitramfsArguments {
 struct CaptureArguments {
     /// 5.10, 6.1, 6.12, 6.18 or 7
     series: Series,
-    /// QEMU's name of the processor: max has 5-level paging, Skylake-Server 4 levels and PTI
+    /// What the guest's processors are: x86_64, s390x or aarch64
+    #[arg(long, value_name = "ARCH", default_value = "x86_64")]
+    arch: Architecture,
+    /// QEMU's name of the processor: of x86_64, max has 5-level paging, Skylake-Server 4 levels and PTI
     #[arg(long, default_value = "max")]
     cpu: String,
     /// Number of virtual processors
@@ -110,7 +113,7 @@ fn run(command: Command) -> Result<u8> {
         }
         Command::Initramfs(arguments) => write_initramfs(&arguments)?,
         Command::Capture(arguments) => {
-            let kernel = guest_images::kernel(arguments.series)?;
+            let kernel = guest_images::kernel_for(arguments.arch, arguments.series)?;
             let options = CaptureOptions {
                 cpu: arguments.cpu,
                 cpus: arguments.cpus,
