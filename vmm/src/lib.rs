@@ -1,8 +1,10 @@
 //! Engines that run guests, and the `vmm` program on top of them.
 //!
 //! [`kvm`] is our own virtual machine monitor; [`devices`] are what its guests find on their ports.
-//! [`qemu`] has QEMU run a guest, where there is no KVM that can.
+//! [`qemu`] has QEMU run a guest, where there is no KVM that can. [`control`] makes guests reachable
+//! from other terminals.
 
+pub mod control;
 pub mod devices;
 mod exit;
 pub mod kvm;

@@ -410,9 +410,19 @@ impl<'m, S> Tracer<'m, S> {
         })
     }
 
-    /// What each client's events are given to.
-    pub fn sinks_mut(&mut self) -> impl Iterator<Item = (ClientId, &mut S)> {
-        self.clients.iter_mut().flatten().map(|client| (ClientId(client.id), &mut client.sink))
+    /// What a client's events are given to; `None` if there is no such client.
+    pub fn sink_mut(&mut self, client: ClientId) -> Option<&mut S> {
+        let slot = self.slot(client)?;
+        self.clients[slot].as_mut().map(|client| &mut client.sink)
+    }
+
+    /// Takes note that a client's sink has failed outside of [`Tracer::drain`]: it is given nothing
+    /// any more.
+    pub fn fail(&mut self, client: ClientId, error: io::Error) {
+        let client = self.slot(client).and_then(|slot| self.clients[slot].as_mut());
+        if let Some(client) = client {
+            client.failure.get_or_insert(error);
+        }
     }
 
     /// The rings that the guest has spoilt.

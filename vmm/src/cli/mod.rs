@@ -9,9 +9,18 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 mod doctor;
+mod info;
+mod output;
+mod pads;
+mod progress;
+mod ps;
+mod reach;
+mod report;
 mod run;
 mod size;
 mod status;
+mod trace;
+mod watch;
 
 use status::Status;
 
@@ -26,6 +35,10 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Run(Box<run::Options>),
+    Ps(ps::Options),
+    Info(info::Options),
+    Pads(pads::Options),
+    Trace(trace::Options),
     Doctor(doctor::Options),
 }
 
@@ -42,6 +55,10 @@ pub fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Run(options) => run::run(&options),
+        Command::Ps(options) => ps::run(&options),
+        Command::Info(options) => info::run(&options),
+        Command::Pads(options) => pads::run(&options),
+        Command::Trace(options) => trace::run(&options),
         Command::Doctor(options) => doctor::run(&options),
     };
     result.unwrap_or_else(|error| fail(&error)).into()

@@ -12,8 +12,7 @@ use vmm::devices::ConsoleInput;
 
 use super::Reason;
 use super::options::Console;
-use super::output;
-use crate::cli::{LINE_OPEN, say};
+use crate::cli::{LINE_OPEN, output, say};
 use crate::terminal::{self, Command, OnCommand, Pump, RawTerminal};
 
 /// What the guest prints, on its way out. A sink that fails is a reason to end.

@@ -16,6 +16,9 @@ const RINGS_PER_CPU: u64 = 16 << 20;
 
 /// A guest that is built and stands, whatever runs it.
 pub trait Guest: Send + Sync {
+    /// What runs it, in a word.
+    fn engine(&self) -> &'static str;
+
     /// What is watched and traced.
     fn machine(&self) -> &dyn Machine;
 
@@ -36,6 +39,10 @@ pub trait Guest: Send + Sync {
 }
 
 impl Guest for Vm {
+    fn engine(&self) -> &'static str {
+        "KVM"
+    }
+
     fn machine(&self) -> &dyn Machine {
         self
     }
@@ -59,6 +66,10 @@ impl Guest for Vm {
 }
 
 impl Guest for Qemu {
+    fn engine(&self) -> &'static str {
+        "QEMU"
+    }
+
     fn machine(&self) -> &dyn Machine {
         self
     }

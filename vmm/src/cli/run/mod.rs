@@ -14,26 +14,24 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 
 use anyhow::{Context, Result, bail};
+use vmm::control::protocol::Totals;
+use vmm::control::{Claim, Name, Place, Server};
 use vmm::devices::Console as SerialConsole;
 use vmm::kvm::GuestExit;
 
+use super::output::Records;
 use super::status::Status;
-use super::{is_broken_pipe, say};
+use super::watch::{self, Identity, Plan, Watched};
+use super::{is_broken_pipe, report, say};
 use crate::signals::{self, EndSignal};
 
 mod console;
 mod engine;
 mod options;
-mod output;
-mod progress;
-mod report;
-mod watch;
 
 use console::Typing;
 use options::Console;
 pub use options::{Conflict, Options};
-use output::Records;
-use watch::{Plan, Watched};
 
 /// Why a run ends.
 #[derive(Debug)]
@@ -77,10 +75,23 @@ pub fn run(options: &Options) -> Result<Status> {
     let records = options.records();
     let records =
         records.map(|output| Records::open(&output, &inputs, Arc::clone(&stop))).transpose()?;
+    let claim = claim(options.name.as_ref())?;
 
     let serial = SerialConsole::new(sink).context("the guest's console can't be had")?;
     let guest = engine::build(options, rings, serial)?;
-    let plan = Plan::new(options, records, console == Console::Stdio);
+    let (server, commands) = match claim {
+        Some(claim) => {
+            let (server, commands) =
+                Server::start(claim).context("the control socket can't be served")?;
+            (Some(server), Some(commands))
+        }
+        None => (None, None),
+    };
+    let name = server.as_ref().map(|server| server.name().to_string()).unwrap_or_default();
+    let identity = Identity { name, engine: guest.engine().to_owned() };
+    let filter = watch::filter(&options.filter, &options.notrace);
+    let trace = records.map(|records| (records, filter));
+    let plan = Plan::new(trace, console == Console::Stdio, identity, commands);
 
     let on_signal = sender.clone();
     signals::on_end_signal(move |signal| {
@@ -115,7 +126,21 @@ pub fn run(options: &Options) -> Result<Status> {
         (reason, watched)
     });
     drop(typing);
+    // Clients have been given the end of their traces; they get a moment to take it.
+    drop(server);
     conclude(reason, watched.unwrap_or_else(|panic| panic::resume_unwind(panic)))
+}
+
+/// Takes a name for the guest. One that was not asked for is no reason to fail.
+fn claim(name: Option<&Name>) -> Result<Option<Claim>> {
+    match Place::of_this_user().claim(name) {
+        Ok(claim) => Ok(Some(claim)),
+        Err(error) if name.is_some() => Err(error.into()),
+        Err(error) => {
+            say(format!("other terminals can't reach this guest: {error}"));
+            Ok(None)
+        }
+    }
 }
 
 fn panic_said() -> Status {
@@ -127,7 +152,7 @@ fn panic_said() -> Status {
 fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
     let Watched { panicked, summary, too_early, error } = watched;
     if let Some((summary, lasted)) = summary {
-        say(report::summary(&summary, lasted).trim_end());
+        say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
     }
     let reader_gone = error.as_ref().is_some_and(is_broken_pipe);
     if let Some(error) = error.filter(|_| !reader_gone) {

@@ -9,9 +9,11 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use patcher::region::{MIN_RING_BYTES, rings_window_len};
+use vmm::control::Name;
 use vmm::kvm::{MAX_CPUS, MAX_RINGS};
 use vmm::qemu::Architecture;
 
+use crate::cli::output::Output;
 use crate::cli::size::Size;
 
 /// Boot a Linux kernel in a virtual machine, and trace its functions from outside
@@ -38,6 +40,11 @@ pub struct Options {
     /// How much memory the guest has: a number with K, M, G or T behind it; a bare number means MiB
     #[arg(long, value_name = "SIZE", default_value = "512M")]
     pub memory: Size,
+
+    /// The guest's name, by which vmm ps, info, pads and trace know it. By default guest1, guest2
+    /// and so on
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<Name>,
 
     /// The guest's architecture: x86_64, s390x or aarch64. By default this host's
     #[arg(long, value_name = "ARCH")]
@@ -155,26 +162,6 @@ impl FromStr for Console {
             "stdio" => Console::Stdio,
             "off" => Console::Off,
             file => Console::File(file.into()),
-        })
-    }
-}
-
-/// Where the records go.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Output {
-    /// To standard output.
-    Stdout,
-    /// To a file.
-    File(PathBuf),
-}
-
-impl FromStr for Output {
-    type Err = Infallible;
-
-    fn from_str(text: &str) -> Result<Self, Infallible> {
-        Ok(match text {
-            "-" => Output::Stdout,
-            file => Output::File(file.into()),
         })
     }
 }

@@ -1,35 +1,34 @@
-//! What `vmm run --trace` says on standard error: pure functions, from figures to text.
+//! What is said about a trace on standard error: pure functions, from figures to text.
 
 use std::fmt::Write;
 use std::time::Duration;
 
-use patcher::kernel::Kernel;
-use patcher::machine::StopTimes;
-use patcher::trace::session::{Armed, Selection, Summary, refusals};
+use vmm::control::protocol::{Armed, Totals};
 
 /// How many functions the summary names.
 const TOP: usize = 10;
 
 /// The line that says what is traced, from here on.
-pub fn armed(kernel: &Kernel, selection: &Selection, armed: &Armed) -> String {
-    let refused: Vec<String> = refusals(&selection.refused)
-        .into_iter()
-        .map(|(why, count)| format!("{} {why}", grouped(count as u64)))
+pub fn armed(armed: &Armed) -> String {
+    let reasons: Vec<String> = (armed.refused.iter())
+        .map(|(why, count)| format!("{} {why}", grouped(*count as u64)))
         .collect();
-    let refused = match refused.as_slice() {
-        [] => "none refused".to_string(),
-        reasons => {
-            format!("{} refused ({})", grouped(selection.refused.len() as u64), reasons.join(", "))
-        }
+    let refused: usize = armed.refused.iter().map(|(_, count)| count).sum();
+    let refused = match refused {
+        0 => "none refused".to_string(),
+        count => format!("{} refused ({})", grouped(count as u64), reasons.join(", ")),
+    };
+    let stop = match armed.written {
+        0 => "others trace them already".to_string(),
+        _ => format!("the guest stood for {}", short(armed.stop)),
     };
     format!(
-        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; the guest stood for {}",
-        kernel.release(),
-        signed_hex(kernel.kaslr_offset()),
-        counted(kernel.symbols().len() as u64, "symbol"),
-        counted(selection.pads as u64, "pad"),
+        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; {stop}",
+        armed.release,
+        signed_hex(armed.kaslr_offset),
+        counted(armed.symbols as u64, "symbol"),
+        counted(armed.pads as u64, "pad"),
         counted(armed.functions as u64, "function"),
-        short(armed.stop.total())
     )
 }
 
@@ -39,22 +38,31 @@ pub fn progress(events: u64, lost: u64, lasted: Duration) -> String {
     format!("{}, {} lost, {seconds} s; Ctrl-C ends", counted(events, "event"), grouped(lost))
 }
 
-/// What a trace of that length came to: several lines, each ended.
-pub fn summary(summary: &Summary, lasted: Duration) -> String {
+/// What a trace of that length came to, with the calls of each function, most first: several lines,
+/// each ended.
+pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Duration) -> String {
     let seconds = lasted.as_secs_f64();
-    let rate = if seconds > 0.0 { summary.events as f64 / seconds } else { 0.0 };
+    let rate = if seconds > 0.0 { totals.events as f64 / seconds } else { 0.0 };
     let mut text = String::new();
     // Writing to a String does not fail.
     let _ = writeln!(
         text,
         "{} in {seconds:.1} s ({} a second), {} lost",
-        counted(summary.events, "event"),
+        counted(totals.events, "event"),
         grouped(rate.round() as u64),
-        grouped(summary.dropped())
+        grouped(totals.dropped())
     );
+    if totals.overrun > 0 {
+        let count = counted(totals.overrun, "event");
+        let _ = writeln!(text, "  missed {count} that came faster than they could be written out");
+    }
     for (title, each, advice) in [
-        ("lost", &summary.lost, "; a larger --ring-size, or fewer functions, would keep them"),
-        ("torn", &summary.unwritten, " begun and never finished"),
+        (
+            "lost",
+            &totals.lost,
+            "; a larger --ring-size of vmm run, or fewer functions, would keep them",
+        ),
+        ("torn", &totals.unwritten, " begun and never finished"),
     ] {
         let each = each.iter().enumerate().filter(|(_, count)| **count > 0);
         let each: Vec<String> =
@@ -63,24 +71,28 @@ pub fn summary(summary: &Summary, lasted: Duration) -> String {
             let _ = writeln!(text, "  {title}   {}{advice}", each.join(", "));
         }
     }
-    if summary.late > 0 {
-        let _ = writeln!(text, "  late   {} out of order", counted(summary.late, "event"));
+    if totals.late > 0 {
+        let _ = writeln!(text, "  late   {} out of order", counted(totals.late, "event"));
     }
-    for corrupt in &summary.corrupt {
+    for corrupt in &totals.corrupt {
         let _ = writeln!(text, "  spoilt {corrupt}");
     }
-    let calls = &summary.functions;
     let width = calls.first().map_or(0, |(_, count)| grouped(*count).len());
     for (index, (function, count)) in calls.iter().take(TOP).enumerate() {
         let title = if index == 0 { "calls" } else { "" };
-        let _ = writeln!(text, "  {title:<5}  {:>width$}  {function}", grouped(*count));
+        let _ = writeln!(
+            text,
+            "  {title:<5}  {:>width$}  {function}",
+            grouped(*count),
+            function = function.as_ref()
+        );
     }
     if let Some(others) = calls.get(TOP..).filter(|others| !others.is_empty()) {
         let rest: u64 = others.iter().map(|(_, count)| count).sum();
         let others = counted(others.len() as u64, "other function");
         let _ = writeln!(text, "         {:>width$}  in {others}", grouped(rest));
     }
-    let mut stops: Vec<Duration> = summary.stops.iter().map(StopTimes::total).collect();
+    let mut stops = totals.stops.clone();
     stops.sort_unstable();
     if let Some(longest) = stops.last() {
         let _ = writeln!(
@@ -91,9 +103,8 @@ pub fn summary(summary: &Summary, lasted: Duration) -> String {
             short(*longest)
         );
     }
-    let foreign = summary.reverted.as_ref().map_or(0, |reverted| reverted.foreign.len());
-    if foreign > 0 {
-        let functions = counted(foreign as u64, "function");
+    if totals.foreign > 0 {
+        let functions = counted(totals.foreign as u64, "function");
         let _ = writeln!(text, "  left   {functions} that the guest has changed meanwhile");
     }
     text
@@ -111,7 +122,7 @@ pub fn short(duration: Duration) -> String {
 }
 
 /// A distance in bytes.
-fn signed_hex(bytes: i64) -> String {
+pub fn signed_hex(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "" };
     format!("{sign}{:#x}", bytes.unsigned_abs())
 }
@@ -137,32 +148,27 @@ pub fn counted(number: u64, what: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use patcher::trace::ring::RingCorrupt;
-
     use super::*;
-
-    fn stop(microseconds: u64) -> StopTimes {
-        StopTimes { held: Duration::from_micros(microseconds), ..StopTimes::default() }
-    }
 
     #[test]
     fn a_summary_tells_rate_losses_calls_and_stops() {
-        let came_to = Summary {
+        let came_to = Totals {
             events: 12_345,
-            overrun: 0,
+            overrun: 5,
             lost: vec![0, 1_200, 34],
             unwritten: vec![1, 0, 0],
             late: 2,
-            corrupt: vec![RingCorrupt::Head { cpu: 2, from: 9, to: 1 }],
-            functions: vec![("vfs_read".into(), 12_000), ("vfs_write".into(), 345)],
-            stops: [803, 412, 20_000].map(stop).into(),
-            reverted: None,
+            corrupt: vec!["the ring of CPU 2 is corrupt: its head went from 9 to 1".into()],
+            stops: [803, 412, 20_000].map(Duration::from_micros).into(),
+            foreign: 0,
         };
+        let calls = [("vfs_read", 12_000), ("vfs_write", 345)];
         assert_eq!(
-            summary(&came_to, Duration::from_secs(5)),
+            summary(&came_to, &calls, Duration::from_secs(5)),
             "\
-12,345 events in 5.0 s (2,469 a second), 1,235 lost
-  lost   CPU 1: 1,200, CPU 2: 34; a larger --ring-size, or fewer functions, would keep them
+12,345 events in 5.0 s (2,469 a second), 1,240 lost
+  missed 5 events that came faster than they could be written out
+  lost   CPU 1: 1,200, CPU 2: 34; a larger --ring-size of vmm run, or fewer functions, would keep them
   torn   CPU 0: 1 begun and never finished
   late   2 events out of order
   spoilt the ring of CPU 2 is corrupt: its head went from 9 to 1
@@ -175,15 +181,16 @@ mod tests {
 
     #[test]
     fn functions_beyond_the_tenth_are_added_up() {
-        let functions = (1..=12).rev().map(|n| (format!("f{n}").into(), n)).collect();
-        let text = summary(&Summary { functions, ..Summary::default() }, Duration::ZERO);
+        let calls: Vec<_> = (1..=12).rev().map(|n| (format!("f{n}"), n)).collect();
+        let text = summary(&Totals::default(), &calls, Duration::ZERO);
         assert!(text.contains("  calls  12  f12\n         11  f11\n"), "{text}");
         assert!(text.ends_with("          3  f3\n          3  in 2 other functions\n"), "{text}");
     }
 
     #[test]
     fn a_trace_of_nothing_has_a_summary_too() {
-        let text = summary(&Summary { lost: vec![0, 0], ..Summary::default() }, Duration::ZERO);
+        let totals = Totals { lost: vec![0, 0], ..Totals::default() };
+        let text = summary::<&str>(&totals, &[], Duration::ZERO);
         assert_eq!(text, "0 events in 0.0 s (0 a second), 0 lost\n");
     }
 

@@ -1,33 +1,30 @@
-//! Watches the guest's kernel from outside while it runs: finds it, traces it if that is wanted,
+//! Watches the guest's kernel from outside while it runs: finds it, traces it for whoever wants that,
 //! and notices when it panics.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, ensure};
-use patcher::kernel::{Kernel, Located, MappedRegion, Unready, locate};
+use patcher::kernel::{Kernel, Located, Unready, locate};
 use patcher::machine::{Machine, Registers};
 use patcher::trace::filter::{Filter, Glob};
-use patcher::trace::session::{Selection, Session, Summary};
-use patcher::trace::sink::Sink;
+use patcher::trace::tracer::Summary;
+use vmm::control::Command;
 
-use super::options::Options;
 use super::output::Records;
 use super::progress::Progress;
-use super::report;
-use crate::cli::say;
+use super::say;
+
+mod answers;
+mod service;
+
+use answers::{Desk, Phase};
+use service::Service;
 
 /// How often a guest that boots is looked at: that takes each vCPU out of it for a moment.
 const LOOK: Duration = Duration::from_millis(100);
-
-/// How often the rings are read when little comes. At ten million events a second and CPU this is
-/// a third of the smallest ring that is worth having.
-const DRAIN: Duration = Duration::from_millis(5);
-
-/// The rings are read again at once when this many events came.
-const MANY: u64 = 4096;
 
 /// How often the kernel is asked whether it has panicked.
 const PANIC: Duration = Duration::from_millis(250);
@@ -41,19 +38,39 @@ const LONG: Duration = Duration::from_secs(30);
 /// What the watcher is to do.
 pub struct Plan {
     trace: Option<(Records, Filter)>,
+    desk: Desk,
     waiting: Progress,
     tracing: Progress,
 }
 
+/// Who a guest is, for those who ask.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    /// Its name.
+    pub name: String,
+    /// What runs it.
+    pub engine: String,
+}
+
+/// The filter of these globs.
+pub fn filter(only: &[String], except: &[String]) -> Filter {
+    let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
+    Filter { only: globs(only), except: globs(except) }
+}
+
 impl Plan {
-    /// What `options` ask for. Records go to `records`, and the guest's console is `on_terminal` or
-    /// elsewhere.
-    pub fn new(options: &Options, records: Option<Records>, on_terminal: bool) -> Self {
-        let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
-        let filter = Filter { only: globs(&options.filter), except: globs(&options.notrace) };
-        let records_shown = records.as_ref().is_some_and(Records::are_on_stdout);
+    /// A plan to trace what a filter selects into some records, if that is wanted, and to answer
+    /// `commands` about the guest meanwhile. Its console is `on_terminal` or elsewhere.
+    pub fn new(
+        trace: Option<(Records, Filter)>,
+        on_terminal: bool,
+        identity: Identity,
+        commands: Option<Receiver<Command>>,
+    ) -> Self {
+        let records_shown = trace.as_ref().is_some_and(|(records, _)| records.are_on_stdout());
         Self {
-            trace: records.map(|records| (records, filter)),
+            trace,
+            desk: Desk::new(identity, commands),
             waiting: Progress::new(on_terminal),
             tracing: Progress::new(on_terminal || records_shown),
         }
@@ -74,55 +91,46 @@ pub struct Watched {
 }
 
 /// Watches the guest until `stop` says so, its kernel has panicked, or tracing fails.
-pub fn watch(machine: &dyn Machine, mut plan: Plan, stop: &AtomicBool) -> Watched {
-    let mut watcher = Watcher { machine, stop, watched: Watched::default() };
-    if let Err(error) = watcher.run(&mut plan) {
+pub fn watch(machine: &dyn Machine, plan: Plan, stop: &AtomicBool) -> Watched {
+    let Plan { trace, desk, mut waiting, mut tracing } = plan;
+    let mut watcher = Watcher { machine, stop, desk, watched: Watched::default() };
+    if let Err(error) = watcher.run(trace, &mut waiting, &mut tracing) {
         watcher.watched.error.get_or_insert(error);
     }
-    plan.waiting.clear();
-    plan.tracing.clear();
+    waiting.clear();
+    tracing.clear();
     watcher.watched
 }
 
 struct Watcher<'a> {
     machine: &'a dyn Machine,
     stop: &'a AtomicBool,
+    desk: Desk,
     watched: Watched,
 }
 
 impl Watcher<'_> {
-    fn run(&mut self, plan: &mut Plan) -> Result<()> {
-        self.watched.too_early = plan.trace.is_some();
-        let kernel = match self.find(&mut plan.waiting) {
+    fn run(
+        &mut self,
+        trace: Option<(Records, Filter)>,
+        waiting: &mut Progress,
+        tracing: &mut Progress,
+    ) -> Result<()> {
+        self.watched.too_early = trace.is_some();
+        let kernel = match self.find(waiting) {
             Ok(Some(kernel)) => kernel,
             Ok(None) => return Ok(()),
-            Err(error) if plan.trace.is_some() => return Err(error),
-            // Without a trace the kernel is nobody's business.
-            Err(_) => {
+            Err(error) if trace.is_some() => return Err(error),
+            // Without a trace the kernel is only the business of those who ask.
+            Err(error) => {
+                let reason = super::sentence(&error);
                 while !self.stopped() {
-                    thread::sleep(LOOK);
+                    self.desk.attend(self.machine, &Phase::Untraceable(None, &reason), LOOK);
                 }
                 return Ok(());
             }
         };
-        let result = match &mut plan.trace {
-            Some((records, filter)) => {
-                let ready = self.wait_until_ready(&kernel, &mut plan.waiting);
-                plan.waiting.clear();
-                match ready {
-                    Ok(true) => self.trace(&kernel, filter, records, &mut plan.tracing),
-                    Ok(false) => Ok(()),
-                    Err(error) => Err(error),
-                }
-            }
-            None => {
-                let mut panic = PanicWatch::new(&kernel);
-                while !self.stopped() && !panic.is_over(self.machine) {
-                    thread::sleep(LOOK);
-                }
-                Ok(())
-            }
-        };
+        let result = self.serve(&kernel, trace, waiting, tracing);
         self.watched.panicked = has_panicked(&kernel, self.machine);
         result
     }
@@ -163,14 +171,15 @@ impl Watcher<'_> {
                 return Ok(None);
             }
             waiting.show(progress, &reason);
-            thread::sleep(LOOK);
+            self.desk.attend(self.machine, &Phase::Booting(None, &reason), LOOK);
         }
     }
 
     /// Waits until the kernel's pads may be written; `false` if the guest ended or panicked before.
-    fn wait_until_ready(&self, kernel: &Kernel, progress: &mut Progress) -> Result<bool> {
+    fn wait_until_ready(&self, kernel: &Kernel, progress: Option<&mut Progress>) -> Result<bool> {
         let mut waiting = Waiting::new("the kernel to be ready to be traced");
         let mut panic = PanicWatch::new(kernel);
+        let mut progress = progress;
         while !self.stopped() && !panic.is_over(self.machine) {
             let reason = match kernel.readiness(self.machine.ram()) {
                 Ok(()) => return Ok(true),
@@ -184,52 +193,63 @@ impl Watcher<'_> {
                  CONFIG_DYNAMIC_FTRACE, so its functions can't be traced",
                 kernel.release()
             );
-            waiting.show(progress, &reason.to_string());
-            thread::sleep(LOOK);
+            let reason = reason.to_string();
+            if let Some(progress) = &mut progress {
+                waiting.show(progress, &reason);
+            }
+            self.desk.attend(self.machine, &Phase::Booting(Some(kernel), &reason), LOOK);
         }
         Ok(false)
     }
 
-    /// Arms what `filter` selects, hands out records until it is time to stop, and puts everything
-    /// back.
-    fn trace(
+    /// Waits for the kernel to be ready, then traces it: into `trace`, and for those who ask.
+    fn serve(
         &mut self,
         kernel: &Kernel,
-        filter: &Filter,
-        records: &mut Records,
-        progress: &mut Progress,
+        trace: Option<(Records, Filter)>,
+        waiting: &mut Progress,
+        tracing: &mut Progress,
     ) -> Result<()> {
-        let machine = self.machine;
-        let selection = Selection::new(kernel, machine, filter)?;
-        let region = MappedRegion::new(machine, kernel)
-            .context("the memory for trampolines and rings can't be brought into the guest")?;
-        let broken = |error: io::Error, records: &Records| {
-            Error::new(error).context(format!("the trace can't be written to {}", records.name()))
-        };
-        records.begin(machine.vcpus()).map_err(|error| broken(error, records))?;
-        let (mut session, armed) = Session::arm(machine, kernel, &region, &selection)?;
-        let begun = Instant::now();
-        self.watched.too_early = false;
-        say(report::armed(kernel, &selection, &armed));
-
-        let mut panic = PanicWatch::new(kernel);
-        let mut written = Ok(());
-        while written.is_ok() && !self.stopped() && !panic.is_over(machine) {
-            let before = session.events();
-            written = session.drain(records).and_then(|()| records.flush());
-            progress.show(|| report::progress(session.events(), session.lost(), begun.elapsed()));
-            if session.events() - before < MANY {
-                thread::sleep(DRAIN);
+        let ready = self.wait_until_ready(kernel, trace.is_some().then_some(&mut *waiting));
+        waiting.clear();
+        match ready {
+            Ok(true) => {}
+            Ok(false) => return Ok(()),
+            Err(error) if trace.is_some() => return Err(error),
+            Err(error) => {
+                let reason = error.to_string();
+                let mut panic = PanicWatch::new(kernel);
+                while !self.stopped() && !panic.is_over(self.machine) {
+                    let phase = Phase::Untraceable(Some(kernel), &reason);
+                    self.desk.attend(self.machine, &phase, LOOK);
+                }
+                return Ok(());
             }
         }
-        progress.clear();
-        let disarmed = session.disarm();
-        let lasted = begun.elapsed();
-        let (summary, finished) = session.finish(records);
-        self.watched.summary = Some((summary, lasted));
-        written.and(finished).map_err(|error| broken(error, records))?;
-        Ok(disarmed?)
+
+        let mut service = Service::new(self.machine, kernel, &self.desk);
+        let name = trace.as_ref().map(|(records, _)| records.name().to_owned());
+        if let Some((records, filter)) = trace {
+            service.trace_own(records, &filter)?;
+            self.watched.too_early = false;
+        }
+        let mut panic = PanicWatch::new(kernel);
+        while !self.stopped() && !panic.is_over(self.machine) && !service.has_own_failed() {
+            service.pass(panic.has_panicked(), tracing);
+        }
+        tracing.clear();
+        let ended = service.end(panic.has_panicked());
+        self.watched.summary = ended.own;
+        if let (Some(error), Some(name)) = (ended.failure, name) {
+            return Err(broken(error, &name));
+        }
+        Ok(ended.disarmed?)
     }
+}
+
+/// The trace can't be written to what has that name.
+fn broken(error: io::Error, name: &str) -> Error {
+    Error::new(error).context(format!("the trace can't be written to {name}"))
 }
 
 /// Says what is waited for: over and over on a terminal, elsewhere once if it takes long.
@@ -276,6 +296,11 @@ impl<'k> PanicWatch<'k> {
         }
         self.panicked.is_some_and(|panicked| panicked.elapsed() >= LAST_WORDS)
     }
+
+    /// Whether it had when it was last asked.
+    fn has_panicked(&self) -> bool {
+        self.panicked.is_some()
+    }
 }
 
 /// Whether the kernel has panicked; one that can't be asked has not.
@@ -291,8 +316,10 @@ mod tests {
 
     fn wait_until_ready(guest: &Guest) -> Result<bool> {
         let stop = AtomicBool::new(false);
-        let watcher = Watcher { machine: guest, stop: &stop, watched: Watched::default() };
-        watcher.wait_until_ready(&guest.kernel(), &mut Progress::new(false))
+        let identity = Identity { name: "test".into(), engine: "none".into() };
+        let desk = Desk::new(identity, None);
+        let watcher = Watcher { machine: guest, stop: &stop, desk, watched: Watched::default() };
+        watcher.wait_until_ready(&guest.kernel(), None)
     }
 
     #[test]

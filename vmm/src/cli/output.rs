@@ -1,11 +1,13 @@
 //! Where records and what the guest prints go: opened before the guest starts, so that a path
 //! that can't be written costs no boot.
 
+use std::convert::Infallible;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -16,8 +18,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::PIPE_BUF;
 
-use super::options::Output;
-
 /// How long whoever reads the trace may stand in the way of its end.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -25,6 +25,26 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const ASK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// Where the records go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Output {
+    /// To standard output.
+    Stdout,
+    /// To a file.
+    File(PathBuf),
+}
+
+impl FromStr for Output {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(match text {
+            "-" => Output::Stdout,
+            file => Output::File(file.into()),
+        })
+    }
+}
+
+/// Where the records go, opened.
 pub struct Records {
     text: Text,
     name: String,
@@ -65,7 +85,7 @@ impl Records {
         self.on_stdout
     }
 
-    /// Where the records go, for messages.
+    /// What that is called in messages.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -1,0 +1,299 @@
+//! Guests that are reached from other terminals: `vmm ps`, `info`, `pads` and `trace`.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use std::{env, fs, process, thread};
+
+use guest_images::{Initramfs, Series, kernel};
+use serde_json::Value;
+use tests::lab::{Trace, vmm};
+
+/// Far longer than anything here takes.
+const LONG: Duration = Duration::from_secs(240);
+
+/// A directory of a test's own, with an initramfs in it and the control sockets of its guests; it is
+/// removed, and whatever still runs is killed, when the test ends.
+struct Folder {
+    path: PathBuf,
+    vmm: PathBuf,
+    children: Mutex<Vec<u32>>,
+}
+
+impl Folder {
+    fn new(test: &str) -> Self {
+        let path = env::temp_dir().join(format!("vmm-control-{}-{test}", process::id()));
+        fs::create_dir_all(&path).unwrap();
+        fs::write(path.join("initrd"), Initramfs::new().unwrap().build()).unwrap();
+        Self { path, vmm: vmm(), children: Mutex::default() }
+    }
+
+    fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path.join(name)).unwrap_or_default()
+    }
+
+    fn socket(&self, guest: &str) -> PathBuf {
+        self.path.join("run").join(format!("{guest}.sock"))
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.vmm);
+        command.args(arguments).env("VMM_RUN_DIR", self.path.join("run")).current_dir(&self.path);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn spawn(&self, command: &mut Command) -> Child {
+        let child = command.spawn().unwrap();
+        self.children.lock().unwrap().push(child.id());
+        child
+    }
+
+    /// Starts a guest with two CPUs, its console on standard input and output.
+    fn run(&self, name: &str, cmdline: &str) -> Child {
+        let kernel = kernel(Series::V6_1).unwrap().vmlinuz;
+        let mut command = self.command(&["run", "--accel", "tcg", "--cpus", "2", "--kernel"]);
+        command.arg(kernel).args(["--initrd", "initrd", "--console", "stdio", "--name", name]);
+        self.spawn(command.args(["--cmdline", &format!("quiet {cmdline}")]))
+    }
+
+    /// Starts a trace with these options, its output in the file of that name, and waits until its
+    /// functions are armed.
+    fn trace(&self, guest: &str, options: &[&str], file: &str) -> Tracing {
+        let mut command = self.command(&["trace", guest, "func", "-o", file]);
+        let mut child = self.spawn(command.args(options));
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        let mut first = String::new();
+        said.read_line(&mut first).unwrap();
+        assert!(first.starts_with("vmm: tracing Linux 6.1."), "{first}");
+        Tracing { child, said, first }
+    }
+
+    /// What a command says on standard output, which must succeed.
+    fn ask(&self, arguments: &[&str]) -> String {
+        let output = self.command(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.ask(arguments)).unwrap()
+    }
+
+    /// The states of the pads that match, and by how many clients each is traced.
+    fn pads(&self, guest: &str, glob: &str) -> Vec<(String, String, u64)> {
+        let pads = self.json(&["pads", guest, glob, "--json"]);
+        let text = |pad: &Value, key: &str| pad[key].as_str().unwrap().to_owned();
+        let pad = |pad: &Value| {
+            (text(pad, "function"), text(pad, "state"), pad["traced_by"].as_u64().unwrap())
+        };
+        pads.as_array().unwrap().iter().map(pad).collect()
+    }
+
+    fn is_nothing_ours(&self, guest: &str) -> bool {
+        self.pads(guest, "*").iter().all(|(_, state, _)| state != "ours")
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        for child in self.children.lock().unwrap().iter() {
+            // Those that ended in order are gone, and were waited for.
+            let stat = fs::read_to_string(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            if stat.starts_with(&self.vmm.display().to_string()) {
+                signal("-KILL", *child);
+            }
+        }
+        // What can't be removed is in a temporary folder anyway.
+        let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// A trace of another process's guest.
+struct Tracing {
+    child: Child,
+    said: BufReader<process::ChildStderr>,
+    first: String,
+}
+
+impl Tracing {
+    /// Its exit status, and all that it said.
+    fn end(mut self) -> (Option<i32>, String) {
+        wait_until("the trace's end", || self.child.try_wait().unwrap().is_some());
+        self.said.read_to_string(&mut self.first).unwrap();
+        (self.child.wait().unwrap().code(), self.first)
+    }
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < LONG, "{what} did not come in {LONG:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn signal(name: &str, pid: u32) {
+    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
+}
+
+/// Reads a guest's console up to a line that has `mark` in it.
+fn read_to(console: &mut impl BufRead, mark: &str) {
+    let mut seen = String::new();
+    while !seen.lines().last().is_some_and(|line| line.contains(mark)) {
+        assert!(console.read_line(&mut seen).unwrap() > 0, "no {mark} in {seen}");
+    }
+}
+
+/// Says something to a socket and gives all that it answers until it closes the connection.
+fn answer(socket: &Path, words: &[u8]) -> String {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    // A server that has heard enough may have closed it already.
+    let _ = stream.write_all(words);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8(answer).unwrap()
+}
+
+/// Whatever is said on the socket, the guest's process answers with an error and lives on.
+fn abuse(socket: &Path) {
+    let hello = b"{\"vmm\":\"control\",\"versions\":[1]}\n";
+    let after_hello = |words: &[u8]| [&hello[..], words].concat();
+    for (words, kind) in [
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "malformed"),
+        (b"\xff\xfe\0\n".to_vec(), "malformed"),
+        (vec![b'x'; 1 << 20], "malformed"),
+        (b"{\"vmm\":\"control\",\"versions\":[2,99]}\n".to_vec(), "version"),
+        (after_hello(b"{\"request\":\"reboot\"}\n"), "malformed"),
+        (after_hello(b"{\"request\":\"stop\"}\n"), "malformed"),
+        (after_hello(&[b'['; 100_000]), "malformed"),
+    ] {
+        let answer = answer(socket, &words);
+        let last = answer.lines().last().unwrap_or_default();
+        assert!(last.contains(&format!("\"kind\":\"{kind}\"")), "{answer}");
+    }
+    for half in [&b"{\"vmm\":"[..], &after_hello(b"{\"request\":\"trace\",")[..], b""] {
+        UnixStream::connect(socket).unwrap().write_all(half).unwrap();
+    }
+    // More connections than there may be: those in excess are told so, and all the others still
+    // have their places.
+    let streams: Vec<UnixStream> = (0..40).map(|_| UnixStream::connect(socket).unwrap()).collect();
+    let mut busy = String::new();
+    BufReader::new(streams.last().unwrap()).read_line(&mut busy).unwrap();
+    assert!(busy.contains("\"kind\":\"busy\""), "{busy}");
+}
+
+#[test]
+fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
+    let folder = Folder::new("two");
+    let work = "wait-console-line,\
+                proc-read:/proc/version:10000@0+proc-read:/proc/uptime:10000@1,\
+                wait-console-line,proc-read:/proc/version:500@1";
+    let mut guest = folder.run("a", &format!("vmm.work={work}"));
+    let mut keys = guest.stdin.take().unwrap();
+    let mut console = BufReader::new(guest.stdout.take().unwrap());
+    wait_until("the socket", || folder.socket("a").exists());
+    let mode = fs::metadata(folder.socket("a")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+
+    // A trace may be asked for before there is a kernel.
+    let all = folder.trace("a", &[], "all");
+    assert!(!folder.is_nothing_ours("a"));
+    read_to(&mut console, "VMM-READY");
+    signal("-KILL", all.child.id());
+    all.end();
+    wait_until("its functions' being put back", || folder.is_nothing_ours("a"));
+
+    let first = folder.trace("a", &["-f", "version_proc_show", "-f", "uptime_proc_show"], "first");
+    let filter = ["-f", "uptime_proc_s*", "-f", "handle_mm_fault", "-n", "version*"];
+    let second = folder.trace("a", &filter, "second");
+    let armed = |function: &str, clients| (function.to_owned(), "ours".to_owned(), clients);
+    assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 2)]);
+    assert_eq!(folder.pads("a", "version_proc_show"), [armed("version_proc_show", 1)]);
+    let info = folder.json(&["info", "a", "--json"]);
+    assert_eq!((&info["state"], &info["engine"]), (&"ready".into(), &"QEMU".into()));
+    assert_eq!((&info["arch"], &info["vcpus"]), (&"x86_64".into(), &2.into()));
+    assert_eq!(info["who"][0]["pid"], first.child.id());
+    assert_eq!(info["who"][1]["request"]["filter"][1], "handle_mm_fault");
+    abuse(&folder.socket("a"));
+
+    keys.write_all(b"go\n").unwrap();
+    read_to(&mut console, "VMM-READY");
+    signal("-INT", second.child.id());
+    let (status, said) = second.end();
+    assert_eq!(status, Some(130), "{said}");
+    assert!(said.contains(" 0 lost") && said.contains("10,000  uptime_proc_show"), "{said}");
+    assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 1)]);
+    assert_eq!(folder.pads("a", "handle_mm_fault")[0].1, "idle");
+
+    // The guest ends while somebody traces it.
+    keys.write_all(b"go\n").unwrap();
+    let (status, said) = first.end();
+    assert_eq!(status, Some(0), "{said}");
+    assert!(said.contains(" 0 lost") && said.contains("the guest has ended"), "{said}");
+    let guest = guest.wait_with_output().unwrap();
+    assert_eq!(guest.status.code(), Some(0), "{}", self::said(&guest));
+    assert!(!folder.socket("a").exists());
+
+    let (first, second) = (folder.read("first"), folder.read("second"));
+    let (first, second) = (Trace::parse(&first), Trace::parse(&second));
+    for trace in [&first, &second] {
+        trace.check();
+        assert_eq!(trace.promised.0, trace.promised.1, "nothing was lost");
+    }
+    let counts = |trace: &Trace<'_>| {
+        ["version_proc_show", "uptime_proc_show"].map(|function| trace.count(function))
+    };
+    assert_eq!(counts(&first), [10_500, 10_000]);
+    assert_eq!(first.lines.len(), 20_500, "nothing of what the other traces");
+    assert_eq!(counts(&second), [0, 10_000]);
+    assert_eq!(second.count("handle_mm_fault") + 10_000, second.lines.len());
+}
+
+#[test]
+fn guests_are_listed_and_those_that_are_no_more_are_not() {
+    let folder = Folder::new("ps");
+    let refused = |arguments: &[&str], sentence: &str| {
+        let output = folder.command(arguments).output().unwrap();
+        let said = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.starts_with("vmm: ") && said.lines().count() == 1, "{said}");
+        assert!(said.contains(sentence), "{said}");
+    };
+    assert_eq!(folder.json(&["ps", "--json"]), Value::Array(Vec::new()));
+    let unknown = "there is no guest named b; `vmm ps` lists those that there are";
+    for command in [&["info", "b"][..], &["pads", "b"], &["trace", "b", "func"]] {
+        refused(command, unknown);
+    }
+    let mut guests: Vec<Child> =
+        ["a", "b"].map(|name| folder.run(name, "vmm.work=idle:1000")).into();
+    wait_until("both guests", || ["a", "b"].iter().all(|name| folder.socket(name).exists()));
+    let listed = folder.json(&["ps", "--json"]);
+    let names = listed.as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap());
+    assert_eq!(names.collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(listed[1]["pid"], guests[1].id());
+    refused(
+        &["run", "--accel", "tcg", "--kernel", "initrd", "--name", "b"],
+        "there is a guest named b already; choose another --name",
+    );
+
+    let b = guests.remove(1);
+    signal("-KILL", b.id());
+    b.wait_with_output().unwrap();
+    assert!(folder.socket("b").exists(), "nobody was left to remove it");
+    assert_eq!(folder.ask(&["ps"]).lines().count(), 2, "a head, and one guest");
+    assert!(!folder.socket("b").exists());
+    refused(&["info", "b"], unknown);
+    signal("-TERM", guests[0].id());
+    assert_eq!(guests.remove(0).wait_with_output().unwrap().status.code(), Some(143));
+    assert!(!folder.socket("a").exists());
+}

@@ -1,0 +1,226 @@
+//! `vmm trace`: traces a guest that runs already, from another terminal.
+//!
+//! The guest's process sends calls as it orders them, and this one makes text of them: the guest's
+//! process then spends as little as it can on each client, and knows nothing of formats.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Error, Result, bail};
+use clap::builder::NonEmptyStringValueParser;
+use clap::{Args, ValueEnum};
+use patcher::trace::sink::Sink;
+use vmm::control::protocol::{self, Armed, EndReason, RefusalKind, TraceRequest};
+use vmm::control::{Client, ClientError, Message, Name, Stopper};
+
+use super::output::{Output, Records};
+use super::progress::Progress;
+use super::reach::connect;
+use super::status::Status;
+use super::{is_broken_pipe, report, say};
+use crate::signals::{self, EndSignal};
+
+/// Trace the kernel of a guest that runs already
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub struct Options {
+    /// The guest, as vmm ps lists it
+    name: Name,
+
+    /// How to trace
+    tracer: Tracer,
+
+    /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
+    /// given several times. By default every function is traced
+    #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
+    filter: Vec<String>,
+
+    /// Don't trace functions that match, even if a filter does; may be given several times
+    #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
+    notrace: Vec<String>,
+
+    /// Write the trace to a file; - is standard output
+    #[arg(short, long, value_name = "FILE", default_value = "-")]
+    output: Output,
+}
+
+const AFTER_HELP: &str = "\
+The trace goes on until the guest ends or Ctrl-C is pressed; the functions that nobody else traces
+are put back then. Others may trace the same guest at the same time.
+
+Exit status:
+  0    the guest has ended, or the trace's reader closed the pipe
+  1    something failed; standard error says what
+  2    the command line makes no sense
+  129  SIGHUP
+  130  SIGINT
+  143  SIGTERM
+
+Example:
+  Watch which functions of the VFS a guest calls, but for one:
+    vmm trace guest1 func -f 'vfs_*' -n vfs_getattr";
+
+/// What is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Tracer {
+    /// Each call of a function, with its caller
+    Func,
+}
+
+/// How often a guest that is not ready yet is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(200);
+
+/// What asks for the end of the trace once there is one, and what has asked for it.
+#[derive(Default)]
+struct Ends {
+    signal: Mutex<Option<EndSignal>>,
+    stopper: Mutex<Option<Stopper>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // Each is only ever replaced as a whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Traces.
+///
+/// # Errors
+/// The guest can't be reached, its functions not be armed, or the trace not be written.
+pub fn run(options: &Options) -> Result<Status> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let ends = Arc::new(Ends::default());
+    let records = Records::open(&options.output, &[] as &[&Path], Arc::clone(&stop))?;
+    let mut progress = Progress::new(records.are_on_stdout());
+    let (on_signal, stopped) = (Arc::clone(&ends), Arc::clone(&stop));
+    signals::on_end_signal(move |signal| {
+        *lock(&on_signal.signal) = Some(signal);
+        stopped.store(true, Ordering::SeqCst);
+        if let Some(stopper) = &mut *lock(&on_signal.stopper) {
+            stopper.stop();
+        }
+    })
+    .context("signals can't be handled")?;
+
+    let request = TraceRequest {
+        tracer: match options.tracer {
+            Tracer::Func => protocol::Tracer::Func,
+        },
+        filter: options.filter.clone(),
+        notrace: options.notrace.clone(),
+    };
+    let begun = begin(&options.name, &request, &stop, &mut progress);
+    progress.clear();
+    let result = match begun? {
+        Some((client, armed)) => {
+            say(report::armed(&armed));
+            receive(client, &armed, records, &ends, &stop, &mut progress)
+        }
+        None => Ok(()),
+    };
+    progress.clear();
+    match (result, *lock(&ends.signal)) {
+        (Err(error), _) if !is_broken_pipe(&error) => Err(error),
+        (_, Some(signal)) => Ok(Status::Interrupted(signal)),
+        _ => Ok(Status::Success),
+    }
+}
+
+/// Has the functions armed, once the guest is ready; `None` if that is no longer wanted.
+fn begin(
+    name: &Name,
+    request: &TraceRequest,
+    stop: &AtomicBool,
+    progress: &mut Progress,
+) -> Result<Option<(Client, Armed)>> {
+    let mut client = connect(name)?;
+    let stopped = || stop.load(Ordering::SeqCst);
+    loop {
+        match client.trace(request, stopped) {
+            Ok(armed) => return Ok(armed.map(|armed| (client, armed))),
+            Err(ClientError::Refused(refusal)) if refusal.kind == RefusalKind::NotReady => {
+                progress.show(|| refusal.message.clone());
+            }
+            Err(error) => return Err(error.into()),
+        }
+        let until = Instant::now() + ASK_AGAIN;
+        while Instant::now() < until {
+            if stopped() {
+                return Ok(None);
+            }
+            thread::sleep(ASK_AGAIN / 10);
+        }
+    }
+}
+
+/// Writes out what comes until it ends.
+fn receive(
+    client: Client,
+    armed: &Armed,
+    mut records: Records,
+    ends: &Ends,
+    stop: &AtomicBool,
+    progress: &mut Progress,
+) -> Result<()> {
+    let mut calls = client.into_calls();
+    *lock(&ends.stopper) = Some(calls.stopper().context("the connection can't be shared")?);
+    if stop.load(Ordering::SeqCst) {
+        ask_for_the_end(ends);
+    }
+    let begun = Instant::now();
+    let name = records.name().to_owned();
+    let broken = |error: io::Error| {
+        Error::new(error).context(format!("the trace can't be written to {name}"))
+    };
+    let mut written = records.begin(armed.cpus);
+    let mut events = 0;
+    let end = loop {
+        if written.is_err() {
+            ask_for_the_end(ends);
+        }
+        let mut result = Ok(());
+        let message = calls.next(|event| {
+            if written.is_ok() && result.is_ok() {
+                result = records.event(event);
+                events += u64::from(result.is_ok());
+            }
+        });
+        if written.is_ok() {
+            written = result.and_then(|()| records.flush());
+        }
+        match message {
+            Ok(Message::Calls(_)) => {}
+            Ok(Message::End(end)) => break end,
+            Err(error) => {
+                // What there is until now is worth having.
+                progress.clear();
+                written.and_then(|()| records.end(events, events)).map_err(broken)?;
+                return Err(error.into());
+            }
+        }
+        progress.show(|| report::progress(events, calls.missed(), begun.elapsed()));
+    };
+    progress.clear();
+    let entries = end.totals.events + end.totals.dropped();
+    let written = written.and_then(|()| records.end(events, entries));
+    say(report::summary(&end.totals, &calls.counts(), end.lasted).trim_end());
+    written.map_err(broken)?;
+    match (end.error, end.reason) {
+        (Some(error), _) => bail!(error),
+        (None, EndReason::GuestPanicked) => say("the guest's kernel has panicked"),
+        (None, EndReason::GuestEnded) => say("the guest has ended"),
+        (None, EndReason::Stopped | EndReason::ClientGone) => {}
+    }
+    Ok(())
+}
+
+fn ask_for_the_end(ends: &Ends) {
+    // Once is enough.
+    if let Some(mut stopper) = lock(&ends.stopper).take() {
+        stopper.stop();
+    }
+}

@@ -1,0 +1,402 @@
+//! Traces a kernel that is ready: for the run itself, and for clients of the control socket.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use patcher::addr::Gva;
+use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
+use patcher::machine::Machine;
+use patcher::trace::filter::{Filter, Glob};
+use patcher::trace::select::{SelectError, Selection, refusals};
+use patcher::trace::session::LAST_RECORDS;
+use patcher::trace::sink::{Event, Sink};
+use patcher::trace::tracer::{ArmError, Armed, ClientId, DisarmError, Summary, Tracer};
+use vmm::control::protocol::{
+    self, End, EndReason, Info, Pad, Refusal, RefusalKind, State, Totals, TraceInfo, TraceRequest,
+};
+use vmm::control::{Command, Outbox, TraceWanted};
+
+use super::answers::{Desk, list};
+use super::{LOOK, broken, filter};
+use crate::cli::output::Records;
+use crate::cli::progress::Progress;
+use crate::cli::{report, say};
+
+/// How often the rings are read when little comes. At ten million events a second and CPU this is
+/// a third of the smallest ring that is worth having.
+const DRAIN: Duration = Duration::from_millis(5);
+
+/// The rings are read again at once when this many events came.
+const MANY: usize = 4096;
+
+/// How often the last records are looked for at the end.
+const LAST_LOOK: Duration = Duration::from_millis(5);
+
+/// Where a trace goes.
+enum Output {
+    /// Where the run's own options say.
+    Own(Records),
+    /// To a client.
+    Client(Outbox),
+}
+
+impl Output {
+    fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
+        match self {
+            Output::Own(records) => records.event(event),
+            Output::Client(outbox) => outbox.event(event),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Output::Own(records) => records.flush(),
+            Output::Client(outbox) => outbox.flush(),
+        }
+    }
+}
+
+/// A trace that goes on.
+struct Trace {
+    client: ClientId,
+    /// Who wants it; nobody but the run itself if none.
+    pid: Option<u32>,
+    request: TraceRequest,
+    functions: usize,
+    since: Instant,
+    ending: Option<Ending>,
+}
+
+/// A trace whose functions are put back and whose last records may still come.
+struct Ending {
+    since: Instant,
+    lasted: Duration,
+    reason: EndReason,
+    disarmed: Result<(), DisarmError>,
+}
+
+/// What became of everything.
+pub struct Ended {
+    /// What the run's own trace came to and how long it lasted, if there was one.
+    pub own: Option<(Summary, Duration)>,
+    /// Why it could not be written.
+    pub failure: Option<io::Error>,
+    /// Whether all functions were put back.
+    pub disarmed: Result<(), DisarmError>,
+}
+
+/// Traces.
+pub struct Service<'m> {
+    machine: &'m dyn Machine,
+    kernel: &'m Kernel,
+    desk: &'m Desk,
+    /// Made when the first trace is wanted: until then the guest is not touched.
+    region: Option<MappedRegion>,
+    tracer: Option<Tracer<'m, Output>>,
+    traces: Vec<Trace>,
+    own_failed: bool,
+    ended: Ended,
+}
+
+impl<'m> Service<'m> {
+    pub fn new(machine: &'m dyn Machine, kernel: &'m Kernel, desk: &'m Desk) -> Self {
+        Self {
+            machine,
+            kernel,
+            desk,
+            region: None,
+            tracer: None,
+            traces: Vec::new(),
+            own_failed: false,
+            ended: Ended { own: None, failure: None, disarmed: Ok(()) },
+        }
+    }
+
+    /// Begins the run's own trace.
+    ///
+    /// # Errors
+    /// Nothing is selected, or it can't be armed or written.
+    pub fn trace_own(&mut self, mut records: Records, filter: &Filter) -> Result<()> {
+        let (machine, kernel) = (self.machine, self.kernel);
+        let tracer = self.tracer()?;
+        let selection = tracer.select(filter)?;
+        records.begin(machine.vcpus()).map_err(|error| broken(error, records.name()))?;
+        let (client, armed) = tracer.add(&selection, Output::Own(records))?;
+        say(report::armed(&describe(kernel, machine, &selection, &armed)));
+        let patterns = |globs: &[Glob]| globs.iter().map(|glob| glob.pattern().into()).collect();
+        let request = TraceRequest {
+            tracer: protocol::Tracer::Func,
+            filter: patterns(&filter.only),
+            notrace: patterns(&filter.except),
+        };
+        self.began(client, None, request, &armed);
+        Ok(())
+    }
+
+    fn began(&mut self, client: ClientId, pid: Option<u32>, request: TraceRequest, armed: &Armed) {
+        let functions = armed.functions;
+        let since = Instant::now();
+        self.traces.push(Trace { client, pid, request, functions, since, ending: None });
+    }
+
+    /// The tracer, made if there is none yet.
+    fn tracer(&mut self) -> Result<&mut Tracer<'m, Output>> {
+        let region =
+            match &mut self.region {
+                Some(region) => region,
+                none => none.insert(MappedRegion::new(self.machine, self.kernel).context(
+                    "the memory for trampolines and rings can't be brought into the guest",
+                )?),
+            };
+        match &mut self.tracer {
+            Some(tracer) => Ok(tracer),
+            none => Ok(none.insert(Tracer::new(self.machine, self.kernel, region)?)),
+        }
+    }
+
+    /// Whether the run's own trace can't be written any more.
+    pub fn has_own_failed(&self) -> bool {
+        self.own_failed
+    }
+
+    /// Hands on what the rings hold, and answers one question if there is any.
+    pub fn pass(&mut self, panicked: bool, progress: &mut Progress) {
+        let mut taken = 0;
+        if let Some(tracer) = self.tracer.as_mut().filter(|_| !self.traces.is_empty()) {
+            taken = tracer.drain(Output::event);
+            self.hand_on();
+            self.end_what_is_over();
+            self.show(progress);
+        }
+        let patience = match (self.traces.is_empty(), taken) {
+            (true, _) => LOOK,
+            (false, 0..MANY) => DRAIN,
+            (false, _) => Duration::ZERO,
+        };
+        if let Some(command) = self.desk.next(patience) {
+            self.answer(command, panicked);
+        }
+    }
+
+    /// Lets everybody see what there is until now.
+    fn hand_on(&mut self) {
+        let Some(tracer) = &mut self.tracer else { return };
+        for trace in &self.traces {
+            let Some(progress) = tracer.progress(trace.client) else { continue };
+            let (missed, mut failed) = (progress.missed, progress.failure.is_some());
+            if let Some(output) = tracer.sink_mut(trace.client) {
+                if let Output::Client(outbox) = output {
+                    outbox.missed(missed);
+                }
+                if let Err(error) = output.flush() {
+                    failed = true;
+                    tracer.fail(trace.client, error);
+                }
+            }
+            self.own_failed |= failed && trace.pid.is_none();
+        }
+    }
+
+    /// Ends traces whose clients have gone, and says goodbye to those that have all of their events.
+    fn end_what_is_over(&mut self) {
+        let Some(tracer) = &self.tracer else { return };
+        let failed = |trace: &Trace| {
+            let progress = tracer.progress(trace.client);
+            trace.pid.is_some() && progress.is_some_and(|progress| progress.failure.is_some())
+        };
+        let failed: Vec<ClientId> =
+            self.traces.iter().filter(|trace| failed(trace)).map(|trace| trace.client).collect();
+        for client in failed {
+            self.begin_end(client, EndReason::ClientGone);
+        }
+        let Some(tracer) = &self.tracer else { return };
+        let is_over = |trace: &Trace| {
+            trace.ending.as_ref().is_some_and(|ending| {
+                tracer.is_settled(trace.client) || ending.since.elapsed() >= LAST_RECORDS
+            })
+        };
+        let (over, rest) = std::mem::take(&mut self.traces).into_iter().partition(is_over);
+        self.traces = rest;
+        over.into_iter().for_each(|trace| self.finish(trace));
+    }
+
+    /// Puts back what only this client traces.
+    fn begin_end(&mut self, client: ClientId, reason: EndReason) {
+        let trace = self.traces.iter_mut().find(|trace| trace.client == client);
+        let (Some(trace), Some(tracer)) = (trace, &mut self.tracer) else { return };
+        if trace.ending.is_none() {
+            let lasted = trace.since.elapsed();
+            let disarmed = tracer.remove(client);
+            trace.ending = Some(Ending { since: Instant::now(), lasted, reason, disarmed });
+        }
+    }
+
+    /// Gives the last events, and tells what the trace came to.
+    fn finish(&mut self, trace: Trace) {
+        let finished =
+            self.tracer.as_mut().and_then(|tracer| tracer.finish(trace.client, Output::event));
+        let (Some(finished), Some(ending)) = (finished, trace.ending) else { return };
+        let summary = finished.summary;
+        match finished.sink {
+            Output::Own(mut records) => {
+                let entries = summary.events + summary.dropped();
+                let written = match finished.failure {
+                    Some(error) => Err(error),
+                    None => records.end(summary.events, entries),
+                };
+                self.ended.failure = written.err();
+                self.ended.own = Some((summary, ending.lasted));
+                self.ended.disarmed = ending.disarmed;
+            }
+            Output::Client(outbox) => {
+                let error = ending.disarmed.as_ref().err().map(ToString::to_string);
+                if self.ended.disarmed.is_ok() && ending.reason != EndReason::Stopped {
+                    self.ended.disarmed = ending.disarmed;
+                }
+                let (reason, lasted) = (ending.reason, ending.lasted);
+                outbox.end(End { reason, error, totals: Totals::from(&summary), lasted });
+            }
+        }
+    }
+
+    fn show(&self, progress: &mut Progress) {
+        let own = self.traces.iter().find(|trace| trace.pid.is_none());
+        let (Some(own), Some(tracer)) = (own, &self.tracer) else { return };
+        if let Some(now) = tracer.progress(own.client) {
+            progress.show(|| report::progress(now.events, now.missed, own.since.elapsed()));
+        }
+    }
+
+    /// Ends every trace in order.
+    pub fn end(mut self, panicked: bool) -> Ended {
+        let reason = if panicked { EndReason::GuestPanicked } else { EndReason::GuestEnded };
+        let clients: Vec<ClientId> = self.traces.iter().map(|trace| trace.client).collect();
+        clients.into_iter().for_each(|client| self.begin_end(client, reason));
+        while !self.traces.is_empty() {
+            if let Some(tracer) = &mut self.tracer {
+                tracer.drain(Output::event);
+            }
+            self.end_what_is_over();
+            if !self.traces.is_empty() {
+                thread::sleep(LAST_LOOK);
+            }
+        }
+        self.ended
+    }
+
+    fn answer(&mut self, command: Command, panicked: bool) {
+        let state = if panicked { State::Panicked } else { State::Ready };
+        match command {
+            Command::Status(answer) => {
+                let traces = self.traces.len();
+                let kernel = Some(self.kernel);
+                answer.give(Ok(self.desk.status(self.machine, kernel, state, None, traces)));
+            }
+            Command::Info(answer) => answer.give(Ok(self.info(state))),
+            Command::Pads(glob, answer) => answer.give(self.pads(glob.as_deref())),
+            Command::Trace(wanted) => self.trace(wanted, panicked),
+            Command::Stop(client) => self.begin_end(client, EndReason::Stopped),
+        }
+    }
+
+    fn survey(&self) -> (Result<Pads, PadsError>, BTreeMap<Gva, u32>) {
+        match &self.tracer {
+            Some(tracer) => (tracer.pads(), tracer.armed_pads().collect()),
+            None => (self.kernel.pads(self.machine.ram()), BTreeMap::new()),
+        }
+    }
+
+    fn info(&self, state: State) -> Info {
+        let who = self.traces.iter().map(|trace| {
+            let progress = self.tracer.as_ref().and_then(|tracer| tracer.progress(trace.client));
+            let (events, missed) = progress.map_or((0, 0), |now| (now.events, now.missed));
+            TraceInfo {
+                pid: trace.pid,
+                request: trace.request.clone(),
+                functions: trace.functions,
+                events,
+                missed,
+                seconds: trace.since.elapsed().as_secs(),
+            }
+        });
+        let (pads, ours) = self.survey();
+        let pads = pads.ok();
+        let (kernel, region) = ((self.kernel, state), self.region.as_ref());
+        self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, who.collect())
+    }
+
+    fn pads(&self, glob: Option<&str>) -> Result<Vec<Pad>, Refusal> {
+        let (pads, ours) = self.survey();
+        let pads = pads.map_err(|error| Refusal::new(RefusalKind::Failed, error.to_string()))?;
+        Ok(list(&pads, &ours, glob.map(Glob::new).as_ref()))
+    }
+
+    fn trace(&mut self, wanted: TraceWanted, panicked: bool) {
+        let TraceWanted { request, pid, outbox, answer } = wanted;
+        if panicked {
+            let message = "the guest's kernel has panicked: there is nothing to trace any more";
+            return answer.give(Err(Refusal::new(RefusalKind::Refused, message)));
+        }
+        match self.begin_for_client(&request, outbox) {
+            Ok((client, armed, described)) => {
+                self.began(client, Some(pid), request, &armed);
+                answer.give(Ok((client, described)));
+            }
+            Err(refusal) => answer.give(Err(refusal)),
+        }
+    }
+
+    fn begin_for_client(
+        &mut self,
+        request: &TraceRequest,
+        outbox: Outbox,
+    ) -> Result<(ClientId, Armed, protocol::Armed), Refusal> {
+        let (machine, kernel) = (self.machine, self.kernel);
+        let failed = |message: String| Refusal::new(RefusalKind::Failed, message);
+        if !kernel.is_current(machine.ram()) {
+            return Err(failed("the kernel that was found in the guest is no longer there".into()));
+        }
+        let tracer = self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
+        let selection =
+            tracer.select(&filter(&request.filter, &request.notrace)).map_err(|error| {
+                let kind = match error {
+                    SelectError::Filter(_) => RefusalKind::Refused,
+                    _ => RefusalKind::Failed,
+                };
+                Refusal::new(kind, error.to_string())
+            })?;
+        let added = tracer.add(&selection, Output::Client(outbox));
+        let (client, armed) = added.map_err(|error| {
+            let kind = match error {
+                ArmError::TooManyClients => RefusalKind::Busy,
+                _ => RefusalKind::Failed,
+            };
+            Refusal::new(kind, error.to_string())
+        })?;
+        Ok((client, armed, describe(kernel, machine, &selection, &armed)))
+    }
+}
+
+/// What is said of a trace that begins.
+fn describe(
+    kernel: &Kernel,
+    machine: &dyn Machine,
+    selection: &Selection,
+    armed: &Armed,
+) -> protocol::Armed {
+    let refused = refusals(&selection.refused).into_iter();
+    protocol::Armed {
+        release: kernel.release().to_owned(),
+        kaslr_offset: kernel.kaslr_offset(),
+        symbols: kernel.symbols().len(),
+        pads: selection.pads,
+        cpus: machine.vcpus(),
+        functions: armed.functions,
+        written: armed.written,
+        refused: refused.map(|(why, count)| (why.to_owned(), count)).collect(),
+        stop: armed.stop.total(),
+    }
+}

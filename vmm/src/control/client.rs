@@ -1,0 +1,357 @@
+//! The other end of the control socket: what `vmm ps`, `info`, `pads` and `trace` talk through.
+
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use patcher::trace::sink::{Event, Name as EventName};
+use rustc_hash::FxHashMap;
+
+use super::place::{Found, Name, Place};
+use super::protocol::{
+    Armed, BatchHeader, CALL_BYTES, Call, End, Greeting, Hello, Info, MAX_CALLS,
+    MAX_NAMES_IN_FORCE, MAX_REPLY, Pad, Refusal, Reply, Request, Status, TraceRequest, VERSION,
+};
+use super::wire::{Wire, WireError, line};
+
+/// How long a guest's process may take to greet, and to hear a request.
+const GREETING: Duration = Duration::from_secs(5);
+
+/// Pads that are taken from a guest's process at most.
+const MAX_PADS_IN_ALL: usize = 1 << 20;
+
+/// A guest could not be asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// There is no such guest.
+    #[error("there is no guest named {name}; `vmm ps` lists those that there are")]
+    NoGuest {
+        /// The name.
+        name: Name,
+    },
+    /// Its socket can't be used.
+    #[error("the guest {name} can't be reached: {source}")]
+    Unreachable {
+        /// The name.
+        name: Name,
+        /// Why not.
+        source: io::Error,
+    },
+    /// It says no.
+    #[error("{}", .0.message)]
+    Refused(Refusal),
+    /// It does not answer in time.
+    #[error("the guest {name} does not answer; its process may be stopped, or hang")]
+    Silent {
+        /// The name.
+        name: Name,
+    },
+    /// The conversation broke off.
+    #[error("the guest {name} is gone: {reason}")]
+    Lost {
+        /// The name.
+        name: Name,
+        /// How.
+        reason: String,
+    },
+    /// It says something that is not of the protocol.
+    #[error("the guest {name} breaks the control protocol: {what}; use the same vmm for both")]
+    Protocol {
+        /// The name.
+        name: Name,
+        /// What it does.
+        what: String,
+    },
+}
+
+/// A conversation with a guest's process.
+#[derive(Debug)]
+pub struct Client {
+    wire: Wire,
+    name: Name,
+    hello: Hello,
+}
+
+impl Client {
+    /// Calls on the guest of that name.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn connect(place: &Place, name: &Name) -> Result<Self, ClientError> {
+        match place.find(name) {
+            Found::Alive(stream) => Self::greet(stream, name),
+            Found::Dead => Err(ClientError::NoGuest { name: name.clone() }),
+            Found::Unknown(source) => Err(ClientError::Unreachable { name: name.clone(), source }),
+        }
+    }
+
+    fn greet(stream: UnixStream, name: &Name) -> Result<Self, ClientError> {
+        let wire = Wire::new(stream);
+        let wire =
+            wire.map_err(|source| ClientError::Unreachable { name: name.clone(), source })?;
+        let hello = Hello { version: VERSION, name: name.to_string(), program: String::new() };
+        let mut client = Self { wire, name: name.clone(), hello };
+        client.say(&Greeting::default())?;
+        match client.hear(GREETING)? {
+            Reply::Hello(hello) if hello.version == VERSION => {
+                client.hello = hello;
+                Ok(client)
+            }
+            other => Err(client.unexpected(&other)),
+        }
+    }
+
+    /// Who answered.
+    #[must_use]
+    pub fn hello(&self) -> &Hello {
+        &self.hello
+    }
+
+    /// In short, what guest this is.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn status(&mut self, patience: Duration) -> Result<Status, ClientError> {
+        self.say(&Request::Status)?;
+        match self.hear(patience)? {
+            Reply::Status(status) => Ok(status),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// All there is to say about it.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn info(&mut self, patience: Duration) -> Result<Info, ClientError> {
+        self.say(&Request::Info)?;
+        match self.hear(patience)? {
+            Reply::Info(info) => Ok(*info),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// The kernel's pads, of functions that match the glob.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn pads(
+        &mut self,
+        glob: Option<String>,
+        patience: Duration,
+    ) -> Result<Vec<Pad>, ClientError> {
+        self.say(&Request::Pads { glob })?;
+        let mut pads = Vec::new();
+        loop {
+            match self.hear(patience)? {
+                Reply::Pads(some) if pads.len() + some.len() <= MAX_PADS_IN_ALL => {
+                    pads.extend(some);
+                }
+                Reply::Done {} => return Ok(pads),
+                other => return Err(self.unexpected(&other)),
+            }
+        }
+    }
+
+    /// Begins a trace. While the functions are being armed, `stop` tells whether it is still wanted;
+    /// `None` if it is not.
+    ///
+    /// # Errors
+    /// [`ClientError`]; after a refusal another request may be made.
+    pub fn trace(
+        &mut self,
+        request: &TraceRequest,
+        stop: impl Fn() -> bool,
+    ) -> Result<Option<Armed>, ClientError> {
+        self.say(&Request::Trace(request.clone()))?;
+        match self.wire.read(MAX_REPLY, None, &stop) {
+            Ok(Reply::Armed(armed)) => Ok(Some(*armed)),
+            Ok(Reply::Error(refusal)) => Err(ClientError::Refused(refusal)),
+            Ok(other) => Err(self.unexpected(&other)),
+            Err(WireError::TimedOut) => Ok(None),
+            Err(error) => Err(self.failed(&error)),
+        }
+    }
+
+    /// The calls of the trace that has begun.
+    #[must_use]
+    pub fn into_calls(self) -> Calls {
+        let names = Names::default();
+        Calls { client: self, names, missed: 0 }
+    }
+
+    fn say(&mut self, message: &impl serde::Serialize) -> Result<(), ClientError> {
+        let sent = self.wire.send(message, Instant::now() + GREETING);
+        sent.or_else(|error| match error {
+            // What the other side said before it closed is still to be read, and says more.
+            WireError::Closed => Ok(()),
+            other => Err(self.failed(&other)),
+        })
+    }
+
+    fn hear(&mut self, patience: Duration) -> Result<Reply, ClientError> {
+        match self.wire.read(MAX_REPLY, Some(Instant::now() + patience), || false) {
+            Ok(Reply::Error(refusal)) => Err(ClientError::Refused(refusal)),
+            Ok(reply) => Ok(reply),
+            Err(error) => Err(self.failed(&error)),
+        }
+    }
+
+    fn failed(&self, error: &WireError) -> ClientError {
+        let name = self.name.clone();
+        match error {
+            WireError::TimedOut => ClientError::Silent { name },
+            WireError::Closed | WireError::Cut | WireError::Io(_) => {
+                ClientError::Lost { name, reason: error.to_string() }
+            }
+            WireError::TooLong { .. } | WireError::Malformed(_) | WireError::Unexpected => {
+                ClientError::Protocol { name, what: error.to_string() }
+            }
+        }
+    }
+
+    fn unexpected(&self, reply: &Reply) -> ClientError {
+        let what = match reply {
+            Reply::Error(refusal) => return ClientError::Refused(refusal.clone()),
+            other => format!("{other:.60?} was not asked for"),
+        };
+        ClientError::Protocol { name: self.name.clone(), what }
+    }
+}
+
+/// The calls of a trace.
+#[derive(Debug)]
+pub struct Calls {
+    client: Client,
+    names: Names,
+    missed: u64,
+}
+
+/// What comes next in a trace.
+#[derive(Debug)]
+pub enum Message {
+    /// Calls came, so many.
+    Calls(usize),
+    /// It is over.
+    End(Box<End>),
+}
+
+impl Calls {
+    /// Waits for what comes next and gives every call that it brings to `take`.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn next(&mut self, mut take: impl FnMut(&Event<'_>)) -> Result<Message, ClientError> {
+        let Self { client, names, missed } = self;
+        let reply = client.wire.read(MAX_REPLY, None, || false);
+        let header: BatchHeader = match reply.map_err(|error| client.failed(&error))? {
+            Reply::Batch(header) => header,
+            Reply::End(end) => return Ok(Message::End(end)),
+            other => return Err(client.unexpected(&other)),
+        };
+        let broken = |what: String, name: &Name| ClientError::Protocol { name: name.clone(), what };
+        if header.calls > MAX_CALLS {
+            let what = format!("{} calls in a batch", header.calls);
+            return Err(broken(what, &client.name));
+        }
+        *missed = header.missed;
+        names.learn(header.forget, header.names);
+        if names.current.len() > MAX_NAMES_IN_FORCE {
+            return Err(broken("too many names".into(), &client.name));
+        }
+        let name = client.name.clone();
+        let bytes = client.wire.read_bytes(header.calls * CALL_BYTES);
+        let bytes = match bytes {
+            Ok(bytes) => bytes,
+            Err(error) => return Err(ClientError::Lost { name, reason: error.to_string() }),
+        };
+        for call in bytes.as_chunks::<CALL_BYTES>().0 {
+            let call = Call::decode(call);
+            let event = names.event(&call);
+            take(&event.ok_or_else(|| broken("a call names nothing".into(), &name))?);
+        }
+        Ok(Message::Calls(header.calls))
+    }
+
+    /// How many events were missed until now.
+    #[must_use]
+    pub fn missed(&self) -> u64 {
+        self.missed
+    }
+
+    /// Ends the trace from another thread.
+    ///
+    /// # Errors
+    /// The socket can't be had a second time.
+    pub fn stopper(&self) -> io::Result<Stopper> {
+        Ok(Stopper(self.client.wire.stream().try_clone()?))
+    }
+
+    /// Calls of every function that was called, most first.
+    #[must_use]
+    pub fn counts(self) -> Vec<(String, u64)> {
+        self.names.counts()
+    }
+}
+
+/// Ends a trace.
+#[derive(Debug)]
+pub struct Stopper(UnixStream);
+
+impl Stopper {
+    /// Asks for the end of the trace; its last calls are still to come. A guest's process that is gone
+    /// needs not be told.
+    pub fn stop(&mut self) {
+        let _ = self.0.write_all(&line(&Request::Stop));
+    }
+}
+
+/// The names that calls refer to, and how often each function was called.
+#[derive(Debug, Default)]
+struct Names {
+    current: Vec<(String, u64)>,
+    /// How often all names were forgotten.
+    generation: u64,
+    /// Calls of functions whose names were forgotten.
+    earlier: FxHashMap<String, u64>,
+}
+
+impl Names {
+    fn learn(&mut self, forget: bool, names: Vec<String>) {
+        if forget {
+            self.generation += 1;
+            self.put_by();
+        }
+        self.current.extend(names.into_iter().map(|name| (name, 0)));
+    }
+
+    fn put_by(&mut self) {
+        for (name, count) in self.current.drain(..).filter(|(_, count)| *count > 0) {
+            *self.earlier.entry(name).or_default() += count;
+        }
+    }
+
+    /// Counts a call, and names its functions.
+    fn event(&mut self, call: &Call) -> Option<Event<'_>> {
+        self.current.get_mut(call.function as usize)?.1 += 1;
+        let generation = self.generation << 32;
+        let name = |number: u32| {
+            let (text, _) = self.current.get(number as usize)?;
+            Some(EventName { id: generation | u64::from(number), text })
+        };
+        Some(Event {
+            time_ns: call.time_ns,
+            cpu: call.cpu,
+            function: name(call.function)?,
+            caller: name(call.caller)?,
+        })
+    }
+
+    fn counts(mut self) -> Vec<(String, u64)> {
+        self.put_by();
+        let mut counts: Vec<_> = self.earlier.into_iter().collect();
+        counts.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
+        counts
+    }
+}

@@ -1,0 +1,240 @@
+//! A trace on its way to a client, with a bound on what waits for it.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use patcher::trace::sink::{Event, Name, Sink};
+use rustc_hash::FxHashMap;
+
+use super::protocol::{
+    BatchHeader, CALL_BYTES, Call, End, MAX_CALLS, MAX_NAME, MAX_NAMES, MAX_NAMES_IN_FORCE,
+};
+
+/// Full batches that wait for a client at most: half a million calls in 10 MiB.
+const MAX_WAITING: usize = 64;
+
+/// Calls, ready to be sent.
+#[derive(Debug, Default)]
+pub struct Batch {
+    /// What is said about them.
+    pub header: BatchHeader,
+    /// The calls themselves.
+    pub calls: Vec<u8>,
+    name_bytes: usize,
+}
+
+impl Batch {
+    fn is_full(&self) -> bool {
+        self.header.calls >= MAX_CALLS || self.name_bytes >= MAX_NAMES
+    }
+
+    /// Takes all of `other`, which comes later, if there is room for it.
+    fn absorb(&mut self, other: &mut Self) -> bool {
+        let fits = self.header.calls + other.header.calls <= MAX_CALLS
+            && self.name_bytes + other.name_bytes <= MAX_NAMES
+            && !other.header.forget;
+        if fits {
+            self.header.calls += other.header.calls;
+            self.header.names.append(&mut other.header.names);
+            self.header.missed = other.header.missed;
+            self.calls.append(&mut other.calls);
+            self.name_bytes += other.name_bytes;
+            *other = Self::default();
+        }
+        fits
+    }
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    batches: VecDeque<Batch>,
+    end: Option<End>,
+    /// Nobody puts anything in any more, or takes anything out.
+    outbox_gone: bool,
+    feed_gone: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    more: Condvar,
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // Whoever panicked left it whole: every change is one push, pop or store.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where a trace's events are put in. It never waits: an event for which there is no room is refused
+/// with [`ErrorKind::WouldBlock`].
+#[derive(Debug)]
+pub struct Outbox {
+    shared: Arc<Shared>,
+    batch: Batch,
+    /// The numbers that names have in the conversation.
+    numbers: FxHashMap<u64, u32>,
+}
+
+/// Where they are taken out.
+#[derive(Debug)]
+pub struct Feed {
+    shared: Arc<Shared>,
+}
+
+/// What comes out of a [`Feed`].
+#[derive(Debug)]
+pub enum Fed {
+    /// Calls.
+    Batch(Batch),
+    /// No more.
+    End(End),
+    /// The other side has gone without a word.
+    Gone,
+    /// Nothing for the moment.
+    Nothing,
+}
+
+impl Outbox {
+    /// An outbox, and where its events come out.
+    #[must_use]
+    pub fn new() -> (Self, Feed) {
+        let shared = Arc::new(Shared::default());
+        let feed = Feed { shared: Arc::clone(&shared) };
+        (Self { shared, batch: Batch::default(), numbers: FxHashMap::default() }, feed)
+    }
+
+    /// Says how many events were missed until now.
+    pub fn missed(&mut self, missed: u64) {
+        self.batch.header.missed = missed;
+    }
+
+    /// Puts in what comes last.
+    pub fn end(mut self, end: End) {
+        // What does not fit is in nobody's way any more: nothing comes after it.
+        let mut queue = self.shared.queue();
+        if self.batch.header.calls > 0 {
+            queue.batches.push_back(std::mem::take(&mut self.batch));
+        }
+        queue.end = Some(end);
+    }
+
+    /// Moves the batch to the queue, if there is room.
+    fn pass_on(&mut self) -> io::Result<()> {
+        let mut queue = self.shared.queue();
+        if queue.feed_gone {
+            return Err(ErrorKind::BrokenPipe.into());
+        }
+        let missed = self.batch.header.missed;
+        if !queue.batches.back_mut().is_some_and(|last| last.absorb(&mut self.batch)) {
+            if queue.batches.len() >= MAX_WAITING {
+                return Err(ErrorKind::WouldBlock.into());
+            }
+            queue.batches.push_back(std::mem::take(&mut self.batch));
+        }
+        drop(queue);
+        self.batch.header.missed = missed;
+        self.shared.more.notify_one();
+        Ok(())
+    }
+
+    fn number(&mut self, name: Name<'_>) -> u32 {
+        let next = self.numbers.len() as u32;
+        let (header, name_bytes) = (&mut self.batch.header, &mut self.batch.name_bytes);
+        *self.numbers.entry(name.id).or_insert_with(|| {
+            let mut length = name.text.len().min(MAX_NAME);
+            while !name.text.is_char_boundary(length) {
+                length -= 1;
+            }
+            *name_bytes += length;
+            header.names.push(name.text[..length].to_owned());
+            next
+        })
+    }
+}
+
+impl Sink for Outbox {
+    fn begin(&mut self, _cpus: usize) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
+        if self.batch.is_full() {
+            self.pass_on()?;
+        }
+        if self.numbers.len() + 2 > MAX_NAMES_IN_FORCE {
+            if self.batch.header.calls > 0 {
+                self.pass_on()?;
+            }
+            self.numbers.clear();
+            self.batch.header.forget = true;
+        }
+        let function = self.number(event.function);
+        let caller = self.number(event.caller);
+        let call = Call { time_ns: event.time_ns, function, caller, cpu: event.cpu };
+        if self.batch.calls.capacity() == 0 {
+            self.batch.calls.reserve(MAX_CALLS.min(1024) * CALL_BYTES);
+        }
+        call.encode(&mut self.batch.calls);
+        self.batch.header.calls += 1;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.batch.header.calls == 0 {
+            return if self.shared.queue().feed_gone {
+                Err(ErrorKind::BrokenPipe.into())
+            } else {
+                Ok(())
+            };
+        }
+        match self.pass_on() {
+            // It waits here as well as there.
+            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(()),
+            result => result,
+        }
+    }
+
+    fn end(&mut self, _written: u64, _entries: u64) -> io::Result<()> {
+        self.flush()
+    }
+}
+
+impl Drop for Outbox {
+    fn drop(&mut self) {
+        self.shared.queue().outbox_gone = true;
+        self.shared.more.notify_one();
+    }
+}
+
+impl Feed {
+    /// The next of what was put in, for which it waits at most for `patience`.
+    #[must_use]
+    pub fn next(&self, patience: Duration) -> Fed {
+        let queue = self.shared.queue();
+        let is_empty = |queue: &mut Queue| {
+            queue.batches.is_empty() && queue.end.is_none() && !queue.outbox_gone
+        };
+        let waited = self.shared.more.wait_timeout_while(queue, patience, is_empty);
+        let (mut queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match queue.batches.pop_front() {
+            Some(batch) => Fed::Batch(batch),
+            None => match queue.end.take() {
+                Some(end) => Fed::End(end),
+                None if queue.outbox_gone => Fed::Gone,
+                None => Fed::Nothing,
+            },
+        }
+    }
+}
+
+impl Drop for Feed {
+    fn drop(&mut self) {
+        let mut queue = self.shared.queue();
+        queue.feed_gone = true;
+        queue.batches.clear();
+    }
+}
