@@ -90,6 +90,7 @@ const STOP_BACKOFF: Duration = Duration::from_millis(2);
 /// or stands inside a site.
 pub(super) fn apply(
     machine: &dyn Machine,
+    kernel: &Kernel,
     patchset: &Patchset,
     look: &mut dyn FnMut(),
 ) -> Result<(Applied, Armed), ArmError> {
@@ -127,7 +128,13 @@ pub(super) fn apply(
         let stop = match stopped.resume() {
             Ok(times) => times,
             Err(StopError::Gone) => StopTimes::default(),
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                // Nobody is told of what is armed, so it must not be.
+                if let Ok(applied) = result {
+                    let _ = revert(machine, kernel, &applied, &mut Vec::new(), look);
+                }
+                return Err(error.into());
+            }
         };
         match result {
             Ok(applied) => {
