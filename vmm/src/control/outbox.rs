@@ -26,11 +26,6 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The calls one by one.
-    pub fn iter(&self) -> impl Iterator<Item = Call> {
-        self.calls.as_chunks::<CALL_BYTES>().0.iter().map(Call::decode)
-    }
-
     fn is_full(&self) -> bool {
         self.header.calls >= MAX_CALLS || self.name_bytes >= MAX_NAMES
     }
