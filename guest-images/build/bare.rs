@@ -14,21 +14,54 @@ struct Guest {
     compiled: &'static [(&'static str, &'static [&'static str])],
 }
 
-const GUESTS: [Guest; 1] = [Guest {
-    architecture: "s390x",
-    flags: &["-march=z10", "-msoft-float"],
-    compiled: &[
-        ("fentry_nop", &["-pg", "-mfentry", "-mnop-mcount"]),
-        ("fentry", &["-pg", "-mfentry"]),
-        ("mcount", &["-pg"]),
-        ("mcount_nop", &["-pg", "-mnop-mcount"]),
-        ("hotpatch_0_2", &["-mhotpatch=0,2"]),
-        ("hotpatch_0_3", &["-mhotpatch=0,3"]),
-        ("hotpatch_0_12", &["-mhotpatch=0,12"]),
-        ("hotpatch_3_3", &["-mhotpatch=3,3"]),
-        ("patchable_3", &["-fpatchable-function-entry=3"]),
-    ],
-}];
+const GUESTS: [Guest; 3] = [
+    Guest {
+        architecture: "s390x",
+        flags: &["-march=z10", "-msoft-float"],
+        compiled: &[
+            ("fentry_nop", &["-pg", "-mfentry", "-mnop-mcount"]),
+            ("fentry", &["-pg", "-mfentry"]),
+            ("mcount", &["-pg"]),
+            ("mcount_nop", &["-pg", "-mnop-mcount"]),
+            ("hotpatch_0_2", &["-mhotpatch=0,2"]),
+            ("hotpatch_0_3", &["-mhotpatch=0,3"]),
+            ("hotpatch_0_12", &["-mhotpatch=0,12"]),
+            ("hotpatch_3_3", &["-mhotpatch=3,3"]),
+            ("patchable_3", &["-fpatchable-function-entry=3"]),
+        ],
+    },
+    Guest {
+        architecture: "aarch64",
+        // Without its MMU a processor takes no unaligned accesses.
+        flags: &["-mgeneral-regs-only", "-mstrict-align"],
+        compiled: &[
+            ("patchable_2", &["-fpatchable-function-entry=2"]),
+            ("patchable_2_bti", &["-fpatchable-function-entry=2", "-mbranch-protection=bti"]),
+            ("patchable_4_2", &["-fpatchable-function-entry=4,2"]),
+        ],
+    },
+    Guest {
+        architecture: "x86_64",
+        // As kernels are compiled.
+        flags: &[
+            "-mgeneral-regs-only",
+            "-mno-red-zone",
+            "-mpreferred-stack-boundary=3",
+            "-fcf-protection=none",
+        ],
+        compiled: &[
+            ("fentry_nop", &["-pg", "-mfentry", "-mnop-mcount"]),
+            ("fentry", &["-pg", "-mfentry"]),
+            ("fentry_nop_endbr", &["-pg", "-mfentry", "-mnop-mcount", "-fcf-protection=branch"]),
+            ("fentry_endbr", &["-pg", "-mfentry", "-fcf-protection=branch"]),
+            (
+                "fentry_nop_padded",
+                &["-pg", "-mfentry", "-mnop-mcount", "-fpatchable-function-entry=16,16"],
+            ),
+            ("patchable_5", &["-fpatchable-function-entry=5"]),
+        ],
+    },
+];
 
 /// For code that runs without anything below it.
 const FREESTANDING: [&str; 9] = [
@@ -81,6 +114,7 @@ impl Guest {
         self.gcc(|command| {
             command
                 .args(["-nostdlib", "-static", "-no-pie", "-Wl,-z,noexecstack"])
+                .arg("-Wl,--no-warn-rwx-segments")
                 .args(["-Wl,--build-id=none", "-T"])
                 .arg(script)
                 .arg("-o")

@@ -1,5 +1,6 @@
 //! What the end-to-end tests share.
 
+pub mod bare;
 pub mod capture;
 pub mod guest;
 pub mod lab;

@@ -104,6 +104,9 @@ _mcount:
 	agsi	LC_TRACES,1
 	br	%r14
 __fentry__:
+	agsi	LC_TRACES,1
+	lgr	%r1,%r0
+	br	%r1
 ftrace_caller:
 	agsi	LC_TRACES,1
 	lgr	%r1,%r0
@@ -121,9 +124,10 @@ program_check:
 	llgh	%r2,0x8e
 	chi	%r2,1			# operation
 	jne	0f
-	clc	0(4,%r3),store_rest
+	larl	%r1,store_rest
+	clc	0(4,%r3),0(%r1)
 	je	1f
-	clc	0(4,%r3),load_rest
+	clc	0(4,%r3),4(%r1)
 	je	2f
 0:	lgr	%r4,%r3
 	lgr	%r3,%r2
@@ -137,12 +141,11 @@ program_check:
 	stg	%r3,0x158
 	sllg	%r5,%r5,6		# sizeof(struct cpu)
 	larl	%r1,shared+64+6*8
-	agsi	0(%r1),0
 	agr	%r1,%r5
 	agsi	0(%r1),1
 	lmg	%r0,%r15,LC_SAVED
 	lpswe	0x150
+	.balign	8
 store_rest:
-	.byte	0xf0, 0x08, 0x00, 0x24
-load_rest:
-	.long	12
+	.byte	0xf0, 0x08, 0x00, 0x24	# of stg %r14,8(%r15)
+	.long	12			# of larl %r0,.+24

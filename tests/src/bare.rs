@@ -1,0 +1,293 @@
+//! A bare guest driven from outside: rounds of calls, what it found wrong, functions armed and put
+//! back, records counted.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use guest_images::{Bare, BareFunction};
+use patcher::addr::{Gpa, Gva};
+use patcher::arch::{Arch, ByteOrder, Logger, PadBytes, ReturnForm, text_len};
+use patcher::kernel::{Pad, Refusal, judge_pad};
+use patcher::machine::{Machine, Stopped, TextWrite};
+use patcher::patch::{Applied, Patchset, Reverted, Site};
+use patcher::region::{CodeSpace, RingLayout};
+use patcher::trace::ring::RingReader;
+
+/// Far longer than anything here takes.
+const LONG: Duration = Duration::from_secs(120);
+
+/// How many processors a bare guest has.
+pub const CPUS: usize = 2;
+
+/// Calls of each function from each processor in a round: `CALLS` of `bare/bare.c`.
+pub const CALLS: u64 = 8;
+
+/// `struct cpu` of `bare/bare.c`, in words of eight bytes.
+const CPU_WORDS: u64 = 8;
+const WRONG: Range<u64> = 1..6;
+const PROBES: u64 = 6;
+
+/// Where the guest sees the region.
+#[derive(Debug, Clone, Copy)]
+pub struct RegionAt {
+    /// The trampolines.
+    pub code: Gva,
+    /// The rings.
+    pub rings: Gva,
+}
+
+/// A bare guest that runs on some machine.
+pub struct Driver<'m> {
+    /// What it runs on.
+    pub machine: &'m dyn Machine,
+    /// Its architecture.
+    pub arch: &'static dyn Arch,
+    bare: Bare,
+    functions: Vec<BareFunction>,
+    shared: Gpa,
+    cpu_number: i32,
+    rings: RingLayout,
+    code: CodeSpace,
+    trampolines: BTreeMap<u16, Range<Gva>>,
+    readers: Vec<RingReader>,
+}
+
+impl<'m> Driver<'m> {
+    /// Takes over a guest whose processors wait, or are about to. A processor finds its own number
+    /// at `cpu_number`, as in [`Logger::cpu_number`].
+    #[must_use]
+    pub fn new(
+        machine: &'m dyn Machine,
+        arch: &'static dyn Arch,
+        bare: Bare,
+        region: RegionAt,
+        cpu_number: i32,
+    ) -> Self {
+        let window = machine.region_rings();
+        let rings = RingLayout::new(region.rings, window.memory.len() as u64, CPUS).unwrap();
+        let reader = |cpu| RingReader::new(&window.memory, rings, cpu, arch.byte_order()).unwrap();
+        Self {
+            machine,
+            arch,
+            functions: bare.functions().unwrap(),
+            shared: Gpa(bare.symbol("shared").unwrap()),
+            bare,
+            cpu_number,
+            rings,
+            code: CodeSpace::new(region.code, machine.region_code().memory.len() as u64),
+            trampolines: BTreeMap::new(),
+            readers: (0..CPUS).map(reader).collect(),
+        }
+    }
+
+    /// All functions with pads.
+    #[must_use]
+    pub fn functions(&self) -> &[BareFunction] {
+        &self.functions
+    }
+
+    /// The function of that name.
+    #[must_use]
+    pub fn function(&self, name: &str) -> &BareFunction {
+        let found = self.functions.iter().find(|function| function.name == name);
+        found.unwrap_or_else(|| panic!("the guest has no function {name}"))
+    }
+
+    fn word(&self, index: u64) -> u64 {
+        let bytes = self.machine.ram().array(self.shared + 8 * index).unwrap();
+        self.arch.byte_order().u64(bytes)
+    }
+
+    fn of_cpu(&self, cpu: usize, word: u64) -> u64 {
+        self.word(CPU_WORDS * (1 + cpu as u64) + word)
+    }
+
+    /// Breakpoints that the guest's processors have met.
+    #[must_use]
+    pub fn probes(&self) -> [u64; CPUS] {
+        [0, 1].map(|cpu| self.of_cpu(cpu, PROBES))
+    }
+
+    /// Asks for `rounds` more, without waiting for them.
+    pub fn ask(&self, rounds: u64) {
+        let wanted = self.word(0);
+        let bytes = |value: u64| match self.arch.byte_order() {
+            ByteOrder::Little => value.to_le_bytes(),
+            ByteOrder::Big => value.to_be_bytes(),
+        };
+        let ram = self.machine.ram();
+        ram.replace_entry(self.shared, bytes(wanted), bytes(wanted + rounds)).unwrap();
+    }
+
+    /// Waits until all rounds that were asked for are done.
+    ///
+    /// # Panics
+    /// If the guest finds something wrong.
+    pub fn wait(&self) {
+        let begun = Instant::now();
+        let wanted = self.word(0);
+        while (0..CPUS).any(|cpu| self.of_cpu(cpu, 0) < wanted) {
+            self.check();
+            assert!(begun.elapsed() < LONG, "the guest does not come to an end");
+            thread::sleep(Duration::from_millis(1));
+        }
+        self.check();
+    }
+
+    /// Has every function called `rounds` times [`CALLS`] from each processor.
+    ///
+    /// # Panics
+    /// If the guest finds something wrong.
+    pub fn run(&self, rounds: u64) {
+        self.ask(rounds);
+        self.wait();
+    }
+
+    /// Looks at what the guest has found.
+    ///
+    /// # Panics
+    /// If that is something wrong.
+    pub fn check(&self) {
+        for cpu in 0..CPUS {
+            let [wrong, function, what, expected, found] =
+                [0, 1, 2, 3, 4].map(|word| self.of_cpu(cpu, WRONG.start + word));
+            let name = self.functions.iter().find(|known| known.address == function);
+            let name = name.map_or("what is no function", |known| &known.name);
+            assert_eq!(
+                wrong, 0,
+                "CPU {cpu} found {wrong} things wrong, first in {name} at {function:#x}: {what} was \
+                 {found:#x} instead of {expected:#x}"
+            );
+        }
+    }
+
+    /// What the pad of a function is now.
+    ///
+    /// # Errors
+    /// Why it is none that may be written.
+    pub fn judge(&self, name: &str) -> Result<Pad, Refusal> {
+        let function = self.function(name);
+        let lead = (function.pad - function.address) as usize;
+        let mut text = vec![0; lead + text_len(self.arch)];
+        self.machine.ram().read(Gpa(function.address), &mut text).unwrap();
+        let hook = self.bare.symbol(self.arch.compiler_hook_symbol()).ok().map(Gva);
+        let (before, rest) = text.split_at(lead);
+        judge_pad(self.arch, Gva(function.pad), before, rest, hook, |slot_at, slot| {
+            self.machine.ram().read(Gpa(slot_at.0), slot).is_ok()
+        })
+    }
+
+    /// The trampoline for functions that go on so far behind the instruction that changes.
+    pub fn trampoline(&mut self, resume: u16) -> Range<Gva> {
+        let logger = Logger {
+            cpu_number: self.cpu_number,
+            rings: self.rings,
+            clock: true,
+            resume,
+            returns: ReturnForm::Plain,
+        };
+        let (arch, code, window) = (self.arch, &self.code, self.machine.region_code());
+        let place = || {
+            let mut len = 0;
+            let at = code.place::<anyhow::Error>(&window, |at| {
+                let bytes = arch.assemble_logger(at, &logger)?;
+                len = bytes.len() as u64;
+                Ok(bytes)
+            });
+            let at = at.unwrap();
+            at..at + len
+        };
+        self.trampolines.entry(resume).or_insert_with(place).clone()
+    }
+
+    /// The sites of functions whose pads may be written.
+    ///
+    /// # Panics
+    /// If one may not.
+    pub fn sites(&mut self, names: &[&str]) -> Vec<Site> {
+        let site = |name: &&str| {
+            let pad = self.judge(name).unwrap_or_else(|why| panic!("{name}: {why}"));
+            let at = Gva(self.function(name).pad);
+            let trampoline = self.trampoline(pad.layout.resume).start;
+            Site {
+                function: Arc::from(*name),
+                at,
+                gpa: Gpa(at.0),
+                original: pad.original,
+                replacement: self.arch.encode_branch(at, trampoline).unwrap(),
+            }
+        };
+        names.iter().map(site).collect()
+    }
+
+    /// Arms sites in one stop.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn arm(&self, sites: Vec<Site>) -> Applied {
+        let patchset = Patchset::plan(sites).unwrap();
+        let prepared = patchset.prepare();
+        self.stopped(|stopped| {
+            prepared.verify(self.machine.ram(), stopped, CPUS).unwrap().apply().unwrap()
+        })
+    }
+
+    /// Puts sites back in one stop.
+    pub fn disarm(&self, applied: &Applied) -> Reverted {
+        self.stopped(|stopped| applied.prepare_revert().run(self.machine.ram(), stopped))
+    }
+
+    /// Writes text in a stop of its own.
+    pub fn write(&self, at: u64, bytes: &[u8]) {
+        let write = TextWrite { at: Gpa(at), bytes };
+        self.stopped(|stopped| stopped.write_text(&[write]).unwrap());
+    }
+
+    /// Does something to the stopped guest.
+    pub fn stopped<R>(&self, work: impl FnOnce(&mut dyn Stopped) -> R) -> R {
+        let mut stopped = self.machine.stop().unwrap();
+        let result = work(&mut *stopped);
+        stopped.resume().unwrap();
+        result
+    }
+
+    /// The bytes that lie in front of the next function, from each function's first on.
+    #[must_use]
+    pub fn text(&self) -> Vec<(String, PadBytes, Vec<u8>)> {
+        let read = |function: &BareFunction| {
+            let mut bytes = [0; 48];
+            self.machine.ram().read(Gpa(function.address), &mut bytes).unwrap();
+            let name = function.name.clone();
+            (name, PadBytes::new(&bytes[..8]), bytes[8..].to_vec())
+        };
+        self.functions.iter().map(read).collect()
+    }
+
+    /// What was recorded since it was last asked: how often each function was called from each
+    /// processor.
+    ///
+    /// # Panics
+    /// If a record is lost, or names no function.
+    pub fn recorded(&mut self) -> BTreeMap<String, [u64; CPUS]> {
+        let window = self.machine.region_rings();
+        let mut counts = BTreeMap::new();
+        for (cpu, reader) in self.readers.iter_mut().enumerate() {
+            let mut records = Vec::new();
+            reader.look(&window.memory);
+            while !reader.read(&window.memory, &mut records, usize::MAX) {}
+            assert_eq!((reader.lost(), reader.corrupt()), (0, None));
+            for record in records {
+                let from = self.functions.iter().find(|function| {
+                    function.pad + self.arch.pad_len() as u64 == u64::from(record.ip)
+                });
+                let from = from.unwrap_or_else(|| panic!("{record:x?} names no function"));
+                counts.entry(from.name.clone()).or_insert([0; CPUS])[cpu] += 1;
+            }
+        }
+        counts
+    }
+}

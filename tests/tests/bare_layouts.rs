@@ -1,0 +1,307 @@
+//! Every pad that kernels have had, in every state, in bare guests: what it is taken for, and what
+//! being traced does to the guest.
+
+use std::collections::BTreeMap;
+
+use guest_images::{Architecture, Bare};
+use patcher::addr::{Gpa, Gva};
+use patcher::arch::Arch;
+use patcher::arch::s390x::S390X;
+use patcher::arch::x86_64::X86_64;
+use patcher::kernel::Refusal;
+use patcher::machine::Machine;
+use patcher::patch::{Patchset, Reverted, VerifyError};
+use tests::bare::{CALLS, CPUS, Driver, RegionAt};
+use vmm::devices::Console;
+use vmm::kvm::{BareGuest, Hardware, Vm};
+use vmm::qemu::{Architecture as Board, Launch, Qemu};
+
+/// What the tests know about a bare guest.
+struct Expected {
+    /// What each function's pad is taken for: how far behind the changed instruction the function goes
+    /// on, or the label of why it is refused.
+    pads: &'static [(&'static str, Result<u16, &'static str>)],
+    /// How many rounds the guest is to be busy with while functions are armed and put back.
+    busy: u64,
+    /// A breakpoint.
+    breakpoint: &'static [u8],
+    /// Functions whose first instruction is another than ours.
+    probed_beside: &'static [&'static str],
+    /// Whether the machine executes breakpoints: a KVM that emulates may end the guest at one.
+    has_breakpoints: bool,
+    /// Functions whose first instruction is ours.
+    probed_at: &'static [&'static str],
+}
+
+const TRACED: Result<u16, &str> = Err("traced by the guest");
+const NOT_YET: Result<u16, &str> = Err("not prepared yet");
+const SHORT: Result<u16, &str> = Err("of short instructions");
+const UNKNOWN: Result<u16, &str> = Err("of unknown bytes");
+
+const ON_S390X: Expected = Expected {
+    pads: &[
+        ("block_316", Ok(12)),
+        ("block_316_traced", TRACED),
+        ("block_318", Ok(12)),
+        ("block_318_traced", TRACED),
+        ("block_319", Ok(18)),
+        ("block_319_traced", TRACED),
+        ("block_compiled", NOT_YET),
+        ("block_compiled_316", NOT_YET),
+        ("slot_idle", Ok(0)),
+        ("slot_traced", TRACED),
+        ("slot_foreign", UNKNOWN),
+        ("plain_traced", TRACED),
+        ("no_pad", UNKNOWN),
+        ("fentry_nop", Ok(0)),
+        ("fentry", NOT_YET),
+        ("mcount", NOT_YET),
+        ("mcount_nop", Ok(0)),
+        ("hotpatch_0_3", Ok(0)),
+        ("hotpatch_0_12", Ok(0)),
+        ("hotpatch_3_3", Ok(0)),
+        ("hotpatch_0_2", SHORT),
+        ("patchable_3", SHORT),
+    ],
+    busy: 200,
+    breakpoint: &[0, 2],
+    has_breakpoints: true,
+    probed_beside: &["block_316", "block_318"],
+    probed_at: &["block_319", "slot_idle", "hotpatch_0_3"],
+};
+
+const ON_X86_64: Expected = Expected {
+    pads: &[
+        ("nop", Ok(0)),
+        ("nop_k8", Ok(0)),
+        ("endbr_nop", Ok(0)),
+        ("endbr_nop_k8", Ok(0)),
+        ("sealed_nopw", Ok(0)),
+        ("sealed_nopl", Ok(0)),
+        ("traced", TRACED),
+        ("endbr_traced", TRACED),
+        ("jump_traced", TRACED),
+        ("unknown_prefix", Err("behind unknown bytes")),
+        ("no_pad", UNKNOWN),
+        ("fentry_nop", Ok(0)),
+        ("fentry", NOT_YET),
+        ("fentry_nop_endbr", Ok(0)),
+        ("fentry_endbr", NOT_YET),
+        ("fentry_nop_padded", Ok(0)),
+        ("patchable_5", SHORT),
+    ],
+    busy: 8,
+    breakpoint: &[0xcc],
+    has_breakpoints: false,
+    probed_beside: &["endbr_nop", "fentry_nop_endbr"],
+    probed_at: &["nop", "endbr_nop_k8"],
+};
+
+#[test]
+fn x86_64_functions_do_not_notice_that_they_are_traced() {
+    let bare = Bare::new(Architecture::X86_64).unwrap();
+    let mut segments = bare.segments().unwrap().into_iter();
+    let (_, text) = segments.next().unwrap();
+    let mut guest = BareGuest::new(&text).with_root(Gpa(bare.symbol("pml4").unwrap()));
+    for (at, bytes) in segments {
+        guest = guest.with_memory(Gpa(at), &bytes);
+    }
+    let hardware =
+        Hardware { cpus: CPUS, memory: 4 << 20, rings: Some(2 << 20), ..Hardware::default() };
+    let console = Console::new(Box::new(std::io::sink())).unwrap();
+    let vm = Vm::bare(&hardware, guest, console).unwrap();
+    vm.start();
+    // Where the guest's own tables map the region.
+    assert_eq!((vm.region_code().gpa.0, vm.region_rings().gpa.0), (4 << 30, (4 << 30) + (2 << 20)));
+    let region = RegionAt { code: Gva(1 << 30), rings: Gva((1 << 30) + (2 << 20)) };
+    let number = bare.symbol("cpu_number").unwrap() as i32;
+    check(Driver::new(&vm, &X86_64, bare, region, number), &ON_X86_64);
+}
+
+#[test]
+fn s390x_functions_do_not_notice_that_they_are_traced() {
+    let bare = Bare::new(Architecture::S390x).unwrap();
+    let qemu = launch(Board::S390x, &bare);
+    let driver = on_physical_addresses(&qemu, &S390X, bare, 0x3a0);
+    check(driver, &ON_S390X);
+}
+
+fn launch(board: Board, bare: &Bare) -> Qemu {
+    let launch =
+        Launch { cpus: CPUS, memory: 16 << 20, rings: 2 << 20, ..Launch::new(board, bare.elf()) };
+    let console = Console::new(Box::new(std::io::sink())).unwrap();
+    let qemu = Qemu::launch(&launch, console).unwrap();
+    qemu.start().unwrap();
+    qemu
+}
+
+/// Drives a guest whose addresses are physical ones.
+fn on_physical_addresses<'m>(
+    machine: &'m dyn Machine,
+    arch: &'static dyn Arch,
+    bare: Bare,
+    cpu_number: i32,
+) -> Driver<'m> {
+    let [code, rings] = [machine.region_code(), machine.region_rings()].map(|part| Gva(part.gpa.0));
+    Driver::new(machine, arch, bare, RegionAt { code, rings }, cpu_number)
+}
+
+fn check(mut driver: Driver<'_>, expected: &Expected) {
+    pads_are_taken_for_what_they_are(&driver, expected);
+    let idle: Vec<&str> =
+        expected.pads.iter().filter(|(_, pad)| pad.is_ok()).map(|(name, _)| *name).collect();
+    let untouched = driver.text();
+    driver.run(1);
+    assert_eq!(driver.recorded(), BTreeMap::new());
+
+    for name in &idle {
+        one_function_is_armed_and_put_back(&mut driver, name);
+        assert_eq!(driver.text(), untouched, "{name}");
+    }
+    all_functions_are_armed_and_put_back_under_load(&mut driver, &idle, expected.busy);
+    assert_eq!(driver.text(), untouched);
+    what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
+    assert_eq!(driver.text(), untouched);
+    for name in expected.probed_beside {
+        a_breakpoint_and_ours_both_work(&mut driver, name, expected);
+        assert_eq!(driver.text(), untouched, "{name}");
+    }
+    for name in expected.probed_at {
+        a_breakpoint_where_ours_would_be_is_refused(&mut driver, name, expected.breakpoint);
+        assert_eq!(driver.text(), untouched, "{name}");
+    }
+    driver.run(1);
+    assert_eq!(driver.recorded(), BTreeMap::new());
+}
+
+fn pads_are_taken_for_what_they_are(driver: &Driver<'_>, expected: &Expected) {
+    let judged: Vec<(&str, Result<u16, &str>)> = driver
+        .functions()
+        .iter()
+        .map(|function| {
+            let pad = driver.judge(&function.name);
+            (&*function.name, pad.map(|pad| pad.layout.resume).map_err(|why| why.label()))
+        })
+        .collect();
+    assert_eq!(judged, expected.pads);
+}
+
+/// So many rounds' calls.
+fn calls(rounds: u64) -> [u64; CPUS] {
+    [rounds * CALLS; CPUS]
+}
+
+fn one_function_is_armed_and_put_back(driver: &mut Driver<'_>, name: &str) {
+    let sites = driver.sites(&[name]);
+    let applied = driver.arm(sites.clone());
+    assert_eq!((applied.sites().len(), applied.already()), (1, 0));
+    driver.run(1);
+    assert_eq!(driver.recorded(), [(name.to_owned(), calls(1))].into());
+
+    // What is armed already is as wanted: there is nothing to write, and nothing to put back.
+    let again = driver.arm(sites);
+    assert_eq!((again.sites().len(), again.already()), (0, 1), "{name}");
+    assert_eq!(driver.disarm(&again), Reverted::default());
+    assert!(matches!(driver.judge(name), Err(Refusal::GuestTraces { target: Some(_) })), "{name}");
+    driver.run(1);
+    assert_eq!(driver.recorded(), [(name.to_owned(), calls(1))].into());
+
+    assert_eq!(driver.disarm(&applied), Reverted { restored: 1, ..Reverted::default() });
+    assert_eq!(driver.disarm(&applied), Reverted { already: 1, ..Reverted::default() });
+    driver.run(1);
+    assert_eq!(driver.recorded(), BTreeMap::new(), "{name}");
+}
+
+fn all_functions_are_armed_and_put_back_under_load(
+    driver: &mut Driver<'_>,
+    idle: &[&str],
+    busy: u64,
+) {
+    let sites = driver.sites(idle);
+    // Both processors are anywhere at all.
+    driver.ask(busy);
+    for _ in 0..50 {
+        let applied = driver.arm(sites.clone());
+        let restored = idle.len();
+        assert_eq!(driver.disarm(&applied), Reverted { restored, ..Reverted::default() });
+        driver.check();
+    }
+    driver.wait();
+    driver.recorded();
+
+    let applied = driver.arm(sites);
+    driver.run(3);
+    driver.disarm(&applied);
+    let expected = idle.iter().map(|name| ((*name).to_owned(), calls(3))).collect();
+    assert_eq!(driver.recorded(), expected);
+}
+
+fn what_is_not_known_is_refused_and_nothing_is_written(driver: &mut Driver<'_>, idle: &[&str]) {
+    let sites = driver.sites(idle);
+    let last = sites.iter().max_by_key(|site| site.at).unwrap().clone();
+    let mut strange = last.original.to_vec();
+    strange[1] ^= 0x80;
+    driver.write(last.at.0, &strange);
+    let before = driver.text();
+    assert_eq!(driver.judge(&last.function).unwrap_err().label(), "of unknown bytes");
+    assert!(
+        matches!(refused(driver, sites), VerifyError::Mismatch { function, .. } if function == last.function)
+    );
+    assert_eq!(driver.text(), before);
+    driver.write(last.at.0, &last.original);
+}
+
+/// Why sites can't be armed.
+fn refused(driver: &Driver<'_>, sites: Vec<patcher::patch::Site>) -> VerifyError {
+    let patchset = Patchset::plan(sites).unwrap();
+    let prepared = patchset.prepare();
+    driver.stopped(|stopped| {
+        prepared.verify(driver.machine.ram(), stopped, CPUS).map(drop).unwrap_err()
+    })
+}
+
+fn a_breakpoint_and_ours_both_work(driver: &mut Driver<'_>, name: &str, expected: &Expected) {
+    let breakpoint = expected.breakpoint;
+    let first = driver.function(name).address;
+    let mut under = vec![0; breakpoint.len()];
+    driver.machine.ram().read(Gpa(first), &mut under).unwrap();
+    let both = |driver: &mut Driver<'_>| {
+        if !expected.has_breakpoints {
+            return;
+        }
+        let before = driver.probes();
+        driver.run(2);
+        assert_eq!(driver.probes(), before.map(|count| count + 2 * CALLS), "{name}");
+        assert_eq!(driver.recorded(), [(name.to_owned(), calls(2))].into());
+    };
+    // The guest's first, then ours.
+    driver.write(first, breakpoint);
+    let sites = driver.sites(&[name]);
+    let applied = driver.arm(sites.clone());
+    both(driver);
+    // It goes while ours is there, and comes again.
+    driver.write(first, &under);
+    driver.run(1);
+    assert_eq!(driver.recorded(), [(name.to_owned(), calls(1))].into());
+    driver.write(first, breakpoint);
+    both(driver);
+    driver.disarm(&applied);
+    driver.write(first, &under);
+}
+
+fn a_breakpoint_where_ours_would_be_is_refused(
+    driver: &mut Driver<'_>,
+    name: &str,
+    breakpoint: &[u8],
+) {
+    let sites = driver.sites(&[name]);
+    driver.write(sites[0].at.0, breakpoint);
+    let before = driver.text();
+    assert_eq!(
+        driver.judge(name).unwrap_err().to_string(),
+        "a breakpoint stands on it: the guest probes the function, or is changing the pad"
+    );
+    assert!(matches!(refused(driver, sites.clone()), VerifyError::Mismatch { .. }));
+    assert_eq!(driver.text(), before);
+    driver.write(sites[0].at.0, &sites[0].original);
+}
