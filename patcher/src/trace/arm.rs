@@ -98,9 +98,11 @@ pub(super) fn apply(
     patchset: &Patchset,
     look: &mut dyn FnMut(),
 ) -> Result<(Applied, Armed), ArmError> {
-    let Some(journal) = machine.journal() else { return apply_now(machine, patchset, look) };
+    let Some(journal) = machine.journal() else {
+        return apply_now(machine, kernel, patchset, look);
+    };
     journal.intend(patchset.sites().iter().map(Into::into))?;
-    let result = apply_now(machine, patchset, look);
+    let result = apply_now(machine, kernel, patchset, look);
     match &result {
         Ok(_)
         | Err(
@@ -114,6 +116,7 @@ pub(super) fn apply(
 
 fn apply_now(
     machine: &dyn Machine,
+    kernel: &Kernel,
     patchset: &Patchset,
     look: &mut dyn FnMut(),
 ) -> Result<(Applied, Armed), ArmError> {
