@@ -54,7 +54,8 @@ struct cpu {
 struct {
 	u64 wanted;	/* rounds, written by the host */
 	u64 calls;
-	u64 unused[6];
+	u64 only;	/* the one function that is called, written by the host; all if 0 */
+	u64 unused[5];
 	struct cpu cpu[2];
 } volatile shared = { .calls = CALLS };
 
@@ -111,9 +112,12 @@ void run(int cpu)
 	for (;;) {
 		while (shared.wanted <= shared.cpu[cpu].rounds)
 			PAUSE();
-		for (const struct pad *pad = pads; pad != pads_end; pad++)
-			for (int i = 0; i < CALLS; i++)
+		for (const struct pad *pad = pads; pad != pads_end; pad++) {
+			u64 only = shared.only;
+
+			for (int i = 0; i < CALLS && (!only || only == pad->function); i++)
 				call_once(cpu, pad, &random);
+		}
 		shared.cpu[cpu].rounds++;
 	}
 }
