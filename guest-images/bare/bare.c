@@ -48,7 +48,7 @@ struct cpu {
 	u64 expected;
 	u64 found;
 	u64 probes;	/* breakpoints hit */
-	u64 unused;
+	u64 stuck;	/* counts while nothing else can be done */
 };
 
 struct {
@@ -81,7 +81,7 @@ void trapped(int cpu, u64 code, u64 address)
 {
 	compare(cpu, address, WRONG_TRAP, ~code, code);
 	for (;;)
-		shared.cpu[cpu].unused++;
+		shared.cpu[cpu].stuck++;
 }
 
 static void call_once(int cpu, const struct pad *pad, u64 *random)
