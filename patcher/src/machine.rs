@@ -8,6 +8,7 @@ use std::time::Duration;
 use vm_memory::VolatileSlice;
 
 use crate::addr::Gpa;
+use crate::journal::Journal;
 use crate::mem::PhysMem;
 
 /// A guest under an engine's control.
@@ -29,6 +30,12 @@ pub trait Machine: Sync {
 
     /// The frequency in Hz of the clock that the guest's time-stamp instruction reads.
     fn clock_hz(&self) -> u64;
+
+    /// Where to note what is written into a guest that may outlive this process; `None` for one that
+    /// ends with it.
+    fn journal(&self) -> Option<&Journal> {
+        None
+    }
 
     /// Takes one vCPU out of the guest, reads its registers and lets it run on. The others are not
     /// touched.

@@ -3,6 +3,7 @@
 //! ```text
 //! Patchset::plan      sites in order, disjoint, within pages          outside the stop
 //! .prepare()          the list of writes, so that nothing is allocated
+//! journal             in guests that outlive us: what is going to be written, on the disk
 //! machine.stop()
 //! .verify(stopped)    every site holds what is expected or already what is wanted, no vCPU stands
 //!                     inside one
@@ -17,7 +18,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::addr::{Gpa, Gva};
-use crate::arch::PadBytes;
+use crate::arch::{MAX_PAD, PadBytes};
+use crate::journal::{Entry, Journal};
 use crate::machine::{StopError, Stopped, TextWrite, TextWriteError};
 use crate::mem::{MemError, PhysMem};
 
@@ -345,7 +347,41 @@ pub struct Applied {
     already: usize,
 }
 
+impl From<&Site> for Entry {
+    fn from(site: &Site) -> Self {
+        Self {
+            function: Arc::clone(&site.function),
+            at: site.at,
+            gpa: site.gpa,
+            original: site.original.to_vec(),
+            replacement: site.replacement.to_vec(),
+        }
+    }
+}
+
 impl Applied {
+    /// What a process that has ended may have left in a guest, by its journal; `None` for nothing.
+    /// Only what holds its bytes is reverted.
+    ///
+    /// # Errors
+    /// The journal names sites that nobody can have armed.
+    pub fn left_behind(journal: &Journal) -> Result<Option<Self>, PlanError> {
+        let site = |entry: Entry| {
+            let Entry { function, at, gpa, original, replacement } = entry;
+            if original.len() > MAX_PAD || replacement.len() > MAX_PAD {
+                return Err(PlanError::NotOneInstruction { function, at });
+            }
+            let (original, replacement) = (PadBytes::new(&original), PadBytes::new(&replacement));
+            Ok(Site { function, at, gpa, original, replacement })
+        };
+        let sites = journal.sites().into_iter().map(site).collect::<Result<Vec<_>, _>>()?;
+        match Patchset::plan(sites) {
+            Ok(patchset) => Ok(Some(Self { patchset, already: 0 })),
+            Err(PlanError::Empty) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// How many sites were as wanted before, and so are not this patchset's to revert.
     #[must_use]
     pub fn already(&self) -> usize {

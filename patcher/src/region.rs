@@ -191,7 +191,20 @@ impl CodeSpace {
     /// An empty code window, of which the guest sees `len` bytes at `base`.
     #[must_use]
     pub fn new(base: Gva, len: u64) -> Self {
-        Self { base, len: usize::try_from(len).unwrap_or(usize::MAX), used: Mutex::new(0) }
+        Self::with_code(base, len, 0)
+    }
+
+    /// The same with `used` bytes of code at its beginning, which stay.
+    #[must_use]
+    pub fn with_code(base: Gva, len: u64, used: u64) -> Self {
+        let size = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+        Self { base, len: size(len), used: Mutex::new(size(used)) }
+    }
+
+    /// How many bytes are taken.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        *self.used.lock().unwrap_or_else(std::sync::PoisonError::into_inner) as u64
     }
 
     /// Places the code that `assemble` makes for the address it is given; nothing is taken when

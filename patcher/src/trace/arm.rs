@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::ring::RingCorrupt;
 use super::tracer::MAX_CLIENTS;
 use crate::arch::OutOfReach;
+use crate::journal::JournalError;
 use crate::kernel::{CpuNumberError, Kernel, ReturnFormError};
 use crate::machine::{Machine, StopError, StopTimes, Stopped};
 use crate::patch::{Applied, ApplyError, Patchset, PlanError, Reverted, VerifyError};
@@ -40,6 +41,9 @@ pub enum ArmError {
     /// Writing failed.
     #[error(transparent)]
     Apply(#[from] ApplyError),
+    /// What is going to be written can't be noted.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
     /// A ring can't be read.
     #[error(transparent)]
     Ring(#[from] RingCorrupt),
@@ -89,6 +93,25 @@ const STOP_BACKOFF: Duration = Duration::from_millis(2);
 /// Stops, verifies, writes, looks while the guest stands, resumes; tries again while a vCPU is silent
 /// or stands inside a site.
 pub(super) fn apply(
+    machine: &dyn Machine,
+    patchset: &Patchset,
+    look: &mut dyn FnMut(),
+) -> Result<(Applied, Armed), ArmError> {
+    let Some(journal) = machine.journal() else { return apply_now(machine, patchset, look) };
+    journal.intend(patchset.sites().iter().map(Into::into))?;
+    let result = apply_now(machine, patchset, look);
+    match &result {
+        Ok(_)
+        | Err(
+            ArmError::Apply(ApplyError::Torn { .. }) | ArmError::Stop(StopError::Engine { .. }),
+        ) => {}
+        // Nothing of ours is there. A journal that says otherwise would do no harm.
+        Err(_) => drop(journal.settle(patchset.sites().iter().map(|site| site.gpa))),
+    }
+    result
+}
+
+fn apply_now(
     machine: &dyn Machine,
     patchset: &Patchset,
     look: &mut dyn FnMut(),
@@ -183,7 +206,13 @@ pub(super) fn revert(
                     first: Arc::clone(&site.function),
                 });
             }
-            None => return Ok(reverted),
+            None => {
+                if let Some(journal) = machine.journal() {
+                    // As above.
+                    let _ = journal.settle(applied.sites().iter().map(|site| site.gpa));
+                }
+                return Ok(reverted);
+            }
         }
     }
 }

@@ -102,6 +102,9 @@ impl<'m, S> Tracer<'m, S> {
             .map(|layout| layout.resume)
             .collect();
         let trampolines = resumes.into_iter().map(place).collect::<Result<_, ArmError>>()?;
+        if let Some(journal) = machine.journal() {
+            journal.note_code(region.code().used())?;
+        }
         Ok(Self {
             machine,
             kernel,

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
+mod attach;
 mod doctor;
 mod info;
 mod output;
@@ -35,6 +36,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Run(Box<run::Options>),
+    Attach(attach::Options),
     Ps(ps::Options),
     Info(info::Options),
     Pads(pads::Options),
@@ -55,6 +57,7 @@ pub fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Run(options) => run::run(&options),
+        Command::Attach(options) => attach::run(&options),
         Command::Ps(options) => ps::run(&options),
         Command::Info(options) => info::run(&options),
         Command::Pads(options) => pads::run(&options),

@@ -80,6 +80,8 @@ pub(super) struct Board {
     pub program: &'static str,
     /// The value of `-machine`.
     pub machine: &'static str,
+    /// How the types of such machines begin in QEMU's object model.
+    pub types: &'static [&'static str],
     /// The processor with everything that QEMU emulates.
     pub emulated_cpu: &'static str,
     /// Kernel parameters.
@@ -172,6 +174,7 @@ macro_rules! register_file {
 static Q35: Board = Board {
     program: "qemu-system-x86_64",
     machine: "q35",
+    types: &["pc-q35-"],
     emulated_cpu: "max",
     cmdline: "console=ttyS0 reboot=k panic=-1",
     ram_base: 0,
@@ -189,6 +192,7 @@ static Q35: Board = Board {
 static CCW: Board = Board {
     program: "qemu-system-s390x",
     machine: "s390-ccw-virtio",
+    types: &["s390-ccw-virtio-"],
     emulated_cpu: "max",
     cmdline: "console=ttysclp0 panic=-1",
     ram_base: 0,
@@ -213,6 +217,7 @@ static CCW: Board = Board {
 static VIRT: Board = Board {
     program: "qemu-system-aarch64",
     machine: "virt,gic-version=max",
+    types: &["virt-"],
     emulated_cpu: "max,pauth-impdef=on",
     cmdline: "console=ttyAMA0 panic=-1",
     ram_base: 1 << 30,

@@ -181,6 +181,17 @@ impl Gdb {
         self.send(b"c")
     }
 
+    /// Lets the guest that stands go and ends the conversation; addresses mean to the next client what
+    /// they usually do.
+    ///
+    /// # Errors
+    /// What the peer says.
+    pub(super) fn detach(&mut self) -> Result<(), GdbError> {
+        self.expect_ok("Qqemu.PhyMemMode:0", "for virtual addresses")?;
+        // The process to detach from; QEMU numbers them from 1, one for each kind of processor.
+        self.expect_ok("D;1", "to detach")
+    }
+
     /// The values of registers of a vCPU.
     ///
     /// # Errors

@@ -17,7 +17,8 @@ use patcher::addr::Gpa;
 use patcher::machine::RegionWindow;
 use rustix::fs::MemfdFlags;
 use vm_memory::{
-    FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+    Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    MmapRegion,
 };
 
 use super::board::{Board, Hole};
@@ -65,6 +66,24 @@ impl Layout {
         }
         i64::try_from(total.checked_add(board.ram_base)?).ok()?;
         Some(Self { base: board.ram_base, hole, told, rings, total })
+    }
+
+    /// For a machine that somebody else has started with `total` bytes of RAM, of which its guest was
+    /// told of `told`: all of the rest is for the region, but for the end, where firmware may have its
+    /// tables. `None` if that is too little, or lies around a hole.
+    pub(super) fn found(base: u64, hole: Option<Hole>, total: u64, told: u64) -> Option<Self> {
+        let hole = hole.filter(|hole| total >= hole.from);
+        let mut layout = Self { base, hole, told, rings: 0, total };
+        let region = layout.file_offset(layout.region());
+        let room = total.checked_sub(region + CODE_BYTES + TABLES)?;
+        layout.rings = room - room % CODE_BYTES;
+        let behind_hole = hole.is_none_or(|hole| told >= hole.start);
+        (told > 0 && layout.rings >= CODE_BYTES && behind_hole).then_some(layout)
+    }
+
+    /// The same with no more than so many bytes for rings.
+    pub(super) fn with_rings(self, most: u64) -> Self {
+        Self { rings: self.rings.min(most), ..self }
     }
 
     /// The guest-physical ranges of the RAM that the guest is told of.
@@ -118,6 +137,17 @@ impl Memory {
     pub(super) fn new(layout: &Layout) -> io::Result<Self> {
         let file = File::from(rustix::fs::memfd_create("guest-ram", MemfdFlags::CLOEXEC)?);
         file.set_len(layout.total)?;
+        Self::of(file, layout)
+    }
+
+    /// Maps a file that QEMU has as the guest's RAM.
+    ///
+    /// # Errors
+    /// What the host says, or that the file is too small.
+    pub(super) fn of(file: File, layout: &Layout) -> io::Result<Self> {
+        if file.metadata()?.len() < layout.total {
+            return Err(io::Error::other("it is smaller than the guest's memory"));
+        }
         let map = |(at, bytes)| -> io::Result<GuestRegionMmap<()>> {
             let file = FileOffset::new(file.try_clone()?, layout.file_offset(at));
             let mapping = MmapRegion::from_file(file, bytes as usize).map_err(io::Error::other)?;
@@ -145,6 +175,17 @@ impl Memory {
 
     pub(super) fn code(&self) -> RegionWindow<'_> {
         window(&self.code)
+    }
+
+    /// Whether nobody has written anything where code is to go.
+    ///
+    /// # Errors
+    /// It can't be read.
+    pub(super) fn code_is_empty(&self) -> io::Result<bool> {
+        let mut bytes = vec![0; CODE_BYTES as usize];
+        let read = self.code().memory.read_slice(&mut bytes, 0);
+        read.map_err(io::Error::other)?;
+        Ok(bytes.iter().all(|byte| *byte == 0))
     }
 
     pub(super) fn rings(&self) -> RegionWindow<'_> {
@@ -204,6 +245,18 @@ mod tests {
         }
         assert_eq!(pc(u64::MAX, 2 * MIB, 0), None);
     }
+    #[test]
+    fn what_somebody_else_kept_from_a_guest_is_the_regions() {
+        let found = |total, told| Layout::found(0, Architecture::X86_64.board().hole, total, told);
+        let layout = found(576 * MIB, 512 * MIB).unwrap();
+        assert_eq!((layout.region(), layout.rings), (512 * MIB, 46 * MIB));
+        assert_eq!(layout.with_rings(32 * MIB).rings, 32 * MIB);
+        assert_eq!(found(512 * MIB, 512 * MIB), None);
+        assert_eq!(found(532 * MIB, 514 * MIB), None, "tables may lie at the end");
+        assert_eq!(found(4 * GIB, GIB), None, "part of it lies below the hole");
+        assert_eq!(found(4 * GIB, 3 * GIB).unwrap().region(), 5 * GIB);
+    }
+
     #[test]
     fn ram_may_begin_anywhere_and_goes_in_steps() {
         let arm = Layout::new(Architecture::Aarch64.board(), 512 * MIB, 16 * MIB, 0).unwrap();

@@ -1,10 +1,14 @@
-//! QEMU's monitor protocol, as much of it as a launched guest needs.
+//! QEMU's monitor protocol, as much of it as is needed.
 
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// How long QEMU may take to greet us and to answer.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -55,6 +59,63 @@ pub(super) struct Event {
 pub(super) struct Qmp {
     stream: UnixStream,
     pending: Vec<u8>,
+    /// Where answers go that come while events are waited for.
+    answers: Option<Sender<Value>>,
+}
+
+/// Gives commands while another thread waits for events.
+#[derive(Debug)]
+pub(super) struct Commander {
+    stream: UnixStream,
+    answers: Receiver<Value>,
+}
+
+impl Commander {
+    /// Gives a command and waits for its answer.
+    ///
+    /// # Errors
+    /// What the peer says.
+    pub(super) fn execute(
+        &mut self,
+        command: &'static str,
+        arguments: &Value,
+    ) -> Result<Value, QmpError> {
+        // An answer to a command that was given up.
+        while self.answers.try_recv().is_ok() {}
+        send(&mut self.stream, command, arguments)?;
+        self.answer(command)
+    }
+
+    /// Gives a file descriptor to QEMU, under a name.
+    ///
+    /// # Errors
+    /// What the peer says.
+    pub(super) fn give(&mut self, fd: BorrowedFd<'_>, name: &str) -> Result<(), QmpError> {
+        const COMMAND: &str = "getfd";
+        let line = line(COMMAND, &json!({ "fdname": name }));
+        let sent = self.stream.send_with_fd(line.as_bytes(), fd.as_raw_fd());
+        let sent = sent.map_err(|error| broken(error.into()))?;
+        // What did not go with the descriptor follows it.
+        self.stream.write_all(&line.as_bytes()[sent.min(line.len())..]).map_err(broken)?;
+        self.answer(COMMAND).map(drop)
+    }
+
+    fn answer(&mut self, command: &'static str) -> Result<Value, QmpError> {
+        match self.answers.recv_timeout(PATIENCE) {
+            Ok(message) => {
+                answer(message, command).unwrap_or_else(|| Err(not_a_message("no answer")))
+            }
+            Err(RecvTimeoutError::Timeout) => Err(QmpError::Silent),
+            Err(RecvTimeoutError::Disconnected) => Err(QmpError::Closed),
+        }
+    }
+}
+
+impl Drop for Commander {
+    fn drop(&mut self) {
+        // Ends the wait for events; it fails if the peer has hung up.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
 }
 
 impl Qmp {
@@ -63,7 +124,7 @@ impl Qmp {
     /// # Errors
     /// What the peer says, or that it says nothing.
     pub(super) fn connect(stream: UnixStream) -> Result<Self, QmpError> {
-        let mut qmp = Self { stream, pending: Vec::new() };
+        let mut qmp = Self { stream, pending: Vec::new(), answers: None };
         let greeting = qmp.message(Some(Instant::now() + PATIENCE))?;
         if greeting.get("QMP").is_none() {
             return Err(not_a_message(&greeting.to_string()));
@@ -87,21 +148,37 @@ impl Qmp {
     /// # Errors
     /// What the peer says.
     pub(super) fn execute(&mut self, command: &'static str) -> Result<Value, QmpError> {
-        let line = format!("{}\n", json!({ "execute": command }));
-        self.stream.set_write_timeout(Some(PATIENCE)).map_err(QmpError::Connection)?;
-        self.stream.write_all(line.as_bytes()).map_err(broken)?;
+        self.execute_with(command, &Value::Null)
+    }
+
+    /// The same with arguments.
+    ///
+    /// # Errors
+    /// What the peer says.
+    pub(super) fn execute_with(
+        &mut self,
+        command: &'static str,
+        arguments: &Value,
+    ) -> Result<Value, QmpError> {
+        send(&mut self.stream, command, arguments)?;
+        self.answer(command)
+    }
+
+    /// Lets another thread give commands while events are waited for here.
+    ///
+    /// # Errors
+    /// What the host says.
+    pub(super) fn commander(&mut self) -> io::Result<Commander> {
+        let (sender, answers) = mpsc::channel();
+        self.answers = Some(sender);
+        Ok(Commander { stream: self.stream.try_clone()?, answers })
+    }
+
+    fn answer(&mut self, command: &'static str) -> Result<Value, QmpError> {
         let until = Instant::now() + PATIENCE;
         for _ in 0..MESSAGES_BETWEEN {
-            let mut message = self.message(Some(until))?;
-            if let Some(value) = message.get_mut("return") {
-                return Ok(value.take());
-            }
-            if let Some(error) = message.get("error") {
-                let reason = error.get("desc").and_then(Value::as_str).unwrap_or("no reason");
-                return Err(QmpError::Refused {
-                    command,
-                    reason: reason.chars().take(200).collect(),
-                });
+            if let Some(answer) = answer(self.message(Some(until))?, command) {
+                return answer;
             }
         }
         Err(not_a_message("events without end instead of an answer"))
@@ -117,6 +194,10 @@ impl Qmp {
             if let Some(name) = message.get("event").and_then(Value::as_str) {
                 let reason = message.pointer("/data/reason").and_then(Value::as_str);
                 return Ok(Event { name: name.to_owned(), reason: reason.map(str::to_owned) });
+            }
+            if let Some(answers) = &self.answers {
+                // Nobody may wait for it any more.
+                let _ = answers.send(message);
             }
         }
     }
@@ -164,6 +245,30 @@ impl Qmp {
             }
         }
     }
+}
+
+fn line(command: &str, arguments: &Value) -> String {
+    let mut message = json!({ "execute": command });
+    if !arguments.is_null() {
+        message["arguments"] = arguments.clone();
+    }
+    format!("{message}\n")
+}
+
+fn send(stream: &mut UnixStream, command: &str, arguments: &Value) -> Result<(), QmpError> {
+    stream.set_write_timeout(Some(PATIENCE)).map_err(QmpError::Connection)?;
+    stream.write_all(line(command, arguments).as_bytes()).map_err(broken)
+}
+
+/// What a message answers to a command, if it is an answer.
+fn answer(mut message: Value, command: &'static str) -> Option<Result<Value, QmpError>> {
+    if let Some(value) = message.get_mut("return") {
+        return Some(Ok(value.take()));
+    }
+    let error = message.get("error")?;
+    let reason = error.get("desc").and_then(Value::as_str).unwrap_or("no reason");
+    let reason = reason.chars().take(200).collect();
+    Some(Err(QmpError::Refused { command, reason }))
 }
 
 fn broken(error: io::Error) -> QmpError {

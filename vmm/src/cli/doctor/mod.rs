@@ -23,7 +23,7 @@ pub struct Options {
 
 const AFTER_HELP: &str = "\
 Exit status:
-  0  `vmm run` boots stock kernels on this host
+  0  `vmm run` boots stock kernels on this host, if only emulated
   1  it does not; the advice says what is missing
 
 Examples:

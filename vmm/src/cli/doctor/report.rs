@@ -9,9 +9,9 @@ use vmm::kvm::{Extension, KvmKind};
 
 use super::findings::{Findings, Qemu, QemuState};
 
-/// The QEMU that the nested lab needs at least. The multi-threaded TCG of older ones goes on running
+/// The QEMU that emulated guests need at least. The multi-threaded TCG of older ones goes on running
 /// kernel text that the guest has changed, and hangs guests that switch their tracers or static keys.
-const LAB_QEMU: (u32, u32) = (8, 1);
+const TCG_QEMU: (u32, u32) = (8, 1);
 
 /// What this host can do, and what each part of that rests on.
 #[derive(Debug, PartialEq, Eq, Serialize)]
@@ -28,8 +28,10 @@ pub struct Report {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[allow(clippy::struct_excessive_bools, reason = "independent answers, named in the output")]
 pub struct Abilities {
-    /// `vmm run` boots stock distribution kernels.
+    /// `vmm run` boots stock distribution kernels under KVM.
     run_stock_kernels: bool,
+    /// `vmm run` boots stock distribution kernels of this host's architecture under QEMU's emulation.
+    emulate_stock_kernels: bool,
     /// `vmm run` boots guests that are made for tests.
     run_bare_guests: bool,
     /// QEMU can emulate a machine with SVM in which `vmm run` boots stock kernels.
@@ -83,9 +85,9 @@ impl Report {
         Self { can, summary: summary(can), checks }
     }
 
-    /// Whether `vmm run` boots stock kernels here.
+    /// Whether `vmm run` boots stock kernels here, one way or the other.
     pub fn can_run_stock_kernels(&self) -> bool {
-        self.can.run_stock_kernels
+        self.can.run_stock_kernels || self.can.emulate_stock_kernels
     }
 
     /// The report for people: aligned, a line for each check, then what can be done.
@@ -119,9 +121,11 @@ impl Abilities {
             (x86 && hardware, x86 && (hardware || emulating));
         let nested_lab = findings.qemu.iter().any(|qemu| {
             qemu.architecture == "x86_64"
-                && matches!(qemu.state, QemuState::Present { version, tcg: true, .. } if version >= LAB_QEMU)
+                && matches!(qemu.state, QemuState::Present { version, tcg: true, .. } if version >= TCG_QEMU)
         });
-        Self { run_stock_kernels, run_bare_guests, nested_lab }
+        // The same QEMU serves either purpose.
+        let emulate_stock_kernels = nested_lab;
+        Self { run_stock_kernels, emulate_stock_kernels, run_bare_guests, nested_lab }
     }
 }
 
@@ -130,13 +134,13 @@ fn summary(can: Abilities) -> String {
         Abilities { run_stock_kernels: true, .. } => {
             "This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` works."
         }
-        Abilities { nested_lab: true, .. } => {
-            "This host's KVM can't run stock kernels, but its QEMU can emulate a machine that does: \
-             use the nested lab, as `make demo` does."
+        Abilities { emulate_stock_kernels: true, .. } => {
+            "This host's KVM can't run stock kernels, but its QEMU emulates them: \
+             `vmm run --kernel /boot/vmlinuz --trace func` works, slowly."
         }
         Abilities { run_bare_guests: true, .. } => {
-            "This host's KVM runs only small test guests; for stock kernels, install QEMU for the \
-             nested lab or use a machine with VT-x or AMD-V."
+            "This host's KVM runs only small test guests; for stock kernels, install QEMU, which \
+             emulates them, or use a machine with VT-x or AMD-V."
         }
         _ => "Nothing can be run on this host yet; see what the lines above advise.",
     }
@@ -210,7 +214,7 @@ fn kvm(kvm: &KvmKind) -> Vec<Check> {
             all(),
             kind(Err((
                 format!("emulates guest kernels instead of running them: {reason}"),
-                "use a machine with VT-x or AMD-V for stock kernels, or the nested lab",
+                "use a machine with VT-x or AMD-V for stock kernels, or QEMU's emulation (--accel tcg)",
             ))),
         ],
         KvmKind::Hardware(extension) => {
@@ -225,7 +229,8 @@ fn kvm(kvm: &KvmKind) -> Vec<Check> {
 }
 
 fn qemu_check(qemu: &Qemu, can: Abilities) -> Check {
-    // Only the nested lab needs QEMU so far, and only where KVM is of no use.
+    // Guests of this host's architecture need QEMU only where KVM is of no use; the others are
+    // somebody's wish.
     let wanted = qemu.architecture == "x86_64" && !can.run_stock_kernels;
     let lacking = if wanted { Verdict::No } else { Verdict::Warn };
     let install = format!("install the package that has qemu-system-{}", qemu.architecture);
@@ -237,14 +242,12 @@ fn qemu_check(qemu: &Qemu, can: Abilities) -> Check {
             format!("{spelled}, without TCG"),
             Some(format!("{install} with TCG; guests can't be emulated without it")),
         ),
-        QemuState::Present { version, spelled, tcg: true }
-            if qemu.architecture == "x86_64" && *version < LAB_QEMU =>
-        {
-            let (major, minor) = LAB_QEMU;
+        QemuState::Present { version, spelled, tcg: true } if *version < TCG_QEMU => {
+            let (major, minor) = TCG_QEMU;
             (
                 lacking,
-                format!("{spelled}, with TCG, too old for the nested lab"),
-                Some(format!("install version {major}.{minor} or newer")),
+                format!("{spelled}, with TCG that loses kernels' changes of their text"),
+                Some(format!("install version {major}.{minor} or newer, as from backports")),
             )
         }
         QemuState::Present { spelled, tcg: true, .. } => {
@@ -353,13 +356,19 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
     }
 
     #[test]
-    fn a_kvm_that_emulates_is_good_for_bare_guests_only() {
+    fn a_kvm_that_emulates_is_good_for_bare_guests_and_qemu_for_the_others() {
         let report = Report::new(&with_kvm(emulating()));
-        let can = Abilities { run_stock_kernels: false, run_bare_guests: true, nested_lab: true };
+        let can = Abilities {
+            run_stock_kernels: false,
+            emulate_stock_kernels: true,
+            run_bare_guests: true,
+            nested_lab: true,
+        };
         assert_eq!(report.can, can);
+        assert!(report.can_run_stock_kernels());
         assert_eq!(verdict(&report, "kvm.kind"), Verdict::No);
         assert!(report.human().contains("it is PVM"));
-        assert!(report.summary.contains("nested lab"));
+        assert!(report.summary.contains("emulates them"));
     }
 
     #[test]
@@ -370,14 +379,14 @@ This host runs stock kernels: `vmm run --kernel /boot/vmlinuz --trace func` work
     }
 
     #[test]
-    fn an_old_qemu_matters_only_where_the_lab_is_needed() {
+    fn an_old_qemu_matters_only_where_kvm_is_of_no_use() {
         let state = QemuState::Present { version: (7, 2), spelled: "7.2.22".into(), tcg: true };
         let qemu = vec![Qemu { architecture: "x86_64", state }];
         let report = Report::new(&Findings { qemu: qemu.clone(), ..good() });
         assert_eq!(verdict(&report, "qemu.x86_64"), Verdict::Warn);
         let report = Report::new(&Findings { qemu, kvm: missing(), ..good() });
         assert_eq!(verdict(&report, "qemu.x86_64"), Verdict::No);
-        assert!(!report.can.nested_lab);
+        assert!(!report.can_run_stock_kernels());
         assert!(report.summary.starts_with("Nothing can be run"));
     }
 

@@ -31,7 +31,7 @@ mod options;
 
 use console::Typing;
 use options::Console;
-pub use options::{Conflict, Options};
+pub use options::{Conflict, Options, Tracer};
 
 /// Why a run ends.
 #[derive(Debug)]
@@ -132,7 +132,10 @@ pub fn run(options: &Options) -> Result<Status> {
 }
 
 /// Takes a name for the guest. One that was not asked for is no reason to fail.
-fn claim(name: Option<&Name>) -> Result<Option<Claim>> {
+///
+/// # Errors
+/// The name can't be had.
+pub fn claim(name: Option<&Name>) -> Result<Option<Claim>> {
     match Place::of_this_user().claim(name) {
         Ok(claim) => Ok(Some(claim)),
         Err(error) if name.is_some() => Err(error.into()),

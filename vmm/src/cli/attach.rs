@@ -1,0 +1,269 @@
+//! `vmm attach`: traces a guest of a QEMU that somebody else has started, and leaves it as it was.
+//!
+//! As in `vmm run`, the main thread waits for the first reason to end, and the watcher puts the
+//! kernel's text back. Here the guest is left to run then.
+
+use std::io::{self, BufRead, IsTerminal, Write};
+use std::panic;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use clap::builder::NonEmptyStringValueParser;
+use vmm::control::protocol::Totals;
+use vmm::control::{Name, Server};
+use vmm::kvm::GuestExit;
+use vmm::qemu::{Attach, AttachError, Attached, journals_folder};
+
+use super::output::{Output, Records};
+use super::run::{Tracer, claim};
+use super::size::Size;
+use super::status::Status;
+use super::watch::{self, Identity, Plan, Watched};
+use super::{is_broken_pipe, report, say};
+use crate::signals::{self, EndSignal};
+
+/// Attach to the guest of a QEMU that runs already, and trace its kernel's functions
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub struct Options {
+    /// The Unix socket of a QMP monitor that nobody else uses
+    #[arg(long, value_name = "SOCKET")]
+    qmp: PathBuf,
+
+    /// What the guest is called in vmm ps, info, pads and trace. By default guest1, guest2 and so on
+    #[arg(long, value_name = "NAME")]
+    name: Option<Name>,
+
+    /// Trace the kernel
+    #[arg(long, value_name = "TRACER")]
+    trace: Option<Tracer>,
+
+    /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
+    /// given several times. By default every function is traced
+    #[arg(
+        short,
+        long,
+        value_name = "GLOB",
+        requires = "trace",
+        value_parser = NonEmptyStringValueParser::new()
+    )]
+    filter: Vec<String>,
+
+    /// Don't trace functions that match, even if a filter does; may be given several times
+    #[arg(
+        short,
+        long,
+        value_name = "GLOB",
+        requires = "trace",
+        value_parser = NonEmptyStringValueParser::new()
+    )]
+    notrace: Vec<String>,
+
+    /// Write the trace to a file; - is standard output, the default
+    #[arg(short, long, value_name = "FILE", requires = "trace")]
+    output: Option<Output>,
+
+    /// How much memory the guest's kernel was told of by its parameter mem=, if QEMU's command line
+    /// does not show that; a size as for vmm run --memory
+    #[arg(long, value_name = "SIZE")]
+    mem: Option<Size>,
+
+    /// Put back what a vmm that was killed has left in the guest
+    #[arg(long)]
+    restore: bool,
+}
+
+const AFTER_HELP: &str = "\
+QEMU has to be started so that its memory can be shared, and with more of it than the guest knows:
+  qemu-system-x86_64 ... -m 1088M -append '... mem=1024M'
+    -object memory-backend-memfd,id=ram,size=1088M,share=on -machine memory-backend=ram
+    -qmp unix:/run/guest.qmp,server=on,wait=off
+
+Ctrl-C detaches: what was changed in the guest is put back, and it runs on.
+
+Exit status:
+  0    the guest powered itself off, or the trace's reader closed the pipe
+  1    something failed; standard error says what
+  2    the command line makes no sense
+  3    the guest rebooted, and QEMU ended with that
+  4    the guest's kernel panicked
+  5    QEMU has ended for another reason
+  129  SIGHUP
+  130  SIGINT
+  143  SIGTERM
+
+Examples:
+  Watch which functions of the VFS a guest calls:
+    vmm attach --qmp /run/guest.qmp --trace func -f 'vfs_*'
+
+  Attach, and trace from other terminals by vmm trace web func:
+    vmm attach --qmp /run/guest.qmp --name web";
+
+/// The most memory for rings, in bytes.
+const RINGS: u64 = 32 << 20;
+
+/// How long a stop may take to bring all vCPUs to a stand.
+const STOP_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Why it ends.
+enum Reason {
+    Signal(EndSignal),
+    Guest(GuestExit),
+    /// QEMU's monitor has hung up, and QEMU lives.
+    MonitorLost,
+    /// The watcher has stopped watching, which it says more about itself.
+    Watcher,
+}
+
+/// Attaches, until the guest ends or somebody has had enough.
+///
+/// # Errors
+/// The guest can't be attached to or be left, or something failed meanwhile.
+pub fn run(options: &Options) -> Result<Status> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let records = match options.trace {
+        Some(Tracer::Func) => {
+            let output = options.output.as_ref().unwrap_or(&Output::Stdout);
+            Some(Records::open(output, &[] as &[&Path], Arc::clone(&stop))?)
+        }
+        None => None,
+    };
+    let claim = claim(options.name.as_ref())?;
+    let attached = attach(options)?;
+    if let Some(restored) = attached.restored() {
+        let foreign = match restored.foreign.len() {
+            0 => String::new(),
+            count => format!(", and {count} are no longer what was left and were left alone"),
+        };
+        say(format!(
+            "put back {} functions that an earlier vmm has left changed{foreign}",
+            restored.restored
+        ));
+    }
+    say(format!(
+        "attached to a guest of {}, QEMU is process {}",
+        attached.architecture(),
+        attached.pid()
+    ));
+    let (server, commands) = claim
+        .map(|claim| Server::start(claim).context("the control socket can't be served"))
+        .transpose()?
+        .unzip();
+    let name = server.as_ref().map(|server| server.name().to_string()).unwrap_or_default();
+    let identity = Identity { name, engine: "qemu".to_owned() };
+    let filter = watch::filter(&options.filter, &options.notrace);
+    let trace = records.map(|records| (records, filter));
+    let plan = Plan::new(trace, false, identity, commands);
+
+    let (sender, reasons) = mpsc::channel();
+    let on_signal = sender.clone();
+    signals::on_end_signal(move |signal| {
+        // The end may be under way for another reason.
+        let _ = on_signal.send(Reason::Signal(signal));
+    })
+    .context("signals can't be handled")?;
+    let (reason, watched) = thread::scope(|scope| {
+        let (attached, stop) = (&attached, &*stop);
+        let ended = sender.clone();
+        scope.spawn(move || {
+            // As above.
+            let _ = ended.send(attached.wait().map_or(Reason::MonitorLost, Reason::Guest));
+        });
+        let watcher = scope.spawn(move || {
+            let watched = panic::catch_unwind(panic::AssertUnwindSafe(|| {
+                watch::watch(attached.machine(), plan, stop)
+            }));
+            // As above.
+            let _ = sender.send(Reason::Watcher);
+            watched
+        });
+        let reason = reasons.recv().expect("the watcher sends one");
+        stop.store(true, Ordering::SeqCst);
+        let watched = watcher.join().and_then(|watched| watched);
+        attached.stop_waiting();
+        (reason, watched)
+    });
+    // Clients have been given the end of their traces; they get a moment to take it.
+    drop(server);
+    let left = attached.detach();
+    let watched = watched.unwrap_or_else(|panic| panic::resume_unwind(panic));
+    let status = conclude(reason, watched)?;
+    left?;
+    Ok(status)
+}
+
+/// Attaches; asks on a terminal whether what an earlier process has left is to be put back.
+fn attach(options: &Options) -> Result<Attached> {
+    let mut attach = Attach {
+        qmp: options.qmp.clone(),
+        told: options.mem.map(|size| size.bytes()),
+        rings: RINGS,
+        stop_deadline: STOP_DEADLINE,
+        journals: journals_folder(),
+        restore: options.restore,
+    };
+    match Attached::new(&attach) {
+        Err(AttachError::LeftBehind { sites, .. })
+            if io::stdin().is_terminal() && io::stderr().is_terminal() && wants_back(sites)? =>
+        {
+            attach.restore = true;
+            Ok(Attached::new(&attach)?)
+        }
+        other => Ok(other?),
+    }
+}
+
+fn wants_back(sites: usize) -> io::Result<bool> {
+    let mut terminal = io::stderr();
+    write!(
+        terminal,
+        "vmm: an earlier vmm was killed and has left {sites} functions of this guest changed. \
+         Put them back? [y/N] "
+    )?;
+    terminal.flush()?;
+    let mut answer = String::new();
+    io::stdin().lock().read_line(&mut answer)?;
+    Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
+}
+
+/// Sums up and says how it ended.
+fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
+    let Watched { panicked, summary, too_early, error } = watched;
+    if let Some((summary, lasted)) = summary {
+        say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
+    }
+    match error {
+        Some(error) if is_broken_pipe(&error) => return Ok(Status::Success),
+        Some(error) => return Err(error),
+        None => {}
+    }
+    if too_early {
+        say("there is no trace: it ended before the guest's kernel could be traced");
+    }
+    Ok(match reason {
+        Reason::Signal(signal) => Status::Interrupted(signal),
+        Reason::MonitorLost => bail!(
+            "QEMU's monitor has hung up although QEMU runs; the guest was left as it was found"
+        ),
+        Reason::Guest(GuestExit::Panicked) => {
+            say(GuestExit::Panicked);
+            Status::GuestPanicked
+        }
+        _ if panicked => {
+            say(GuestExit::Panicked);
+            Status::GuestPanicked
+        }
+        Reason::Guest(GuestExit::PowerOff) => Status::Success,
+        Reason::Guest(exit) => {
+            say(&exit);
+            if exit == GuestExit::Reboot { Status::GuestRebooted } else { Status::GuestCrashed }
+        }
+        Reason::Watcher => bail!("the guest's kernel is no longer watched"),
+    })
+}
