@@ -188,6 +188,8 @@ impl Repository {
             format!("Dir::State::Lists={}", own("lists")),
             format!("Dir::State::Status={}", own("status")),
             format!("Dir::Cache={}", own("cache")),
+            // Systems made for containers turn this off, and each run then reads the lists anew.
+            "Dir::Cache::pkgcache=pkgcache.bin".to_owned(),
         ] {
             command.arg("-o").arg(option);
         }

@@ -18,7 +18,8 @@
 //! vcpu 1 …
 //! ```
 //!
-//! A vCPU's line has all the registers of its architecture that [`VcpuRegisters`] lists. RAM begins at guest-physical address 0 on x86_64 and s390x, and at 0x40000000 on aarch64.
+//! A vCPU's line has all the registers of its architecture that [`VcpuRegisters`] lists. RAM begins
+//! at guest-physical address 0 on x86_64 and s390x, and at 0x40000000 on aarch64.
 //!
 //! Beside it: `ram.bin` (all RAM; sparse), `kallsyms` (the whole of /proc/kallsyms, with the
 //! symbols of modules), `aff` (the whole of available_filter_functions), `modules` (/proc/modules)

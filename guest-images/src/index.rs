@@ -15,7 +15,7 @@ pub enum Series {
     V6_12,
     /// 6.18, the first with Rust code in the kernel image.
     V6_18,
-    /// The newest 7.x that is served.
+    /// 7.x, whichever is served.
     V7,
 }
 

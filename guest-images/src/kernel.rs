@@ -3,7 +3,6 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 
 use crate::apt::{AptError, Repository, Suite};
 use crate::architecture::Architecture;
@@ -79,7 +78,7 @@ pub struct Module {
     path: PathBuf,
 }
 
-/// The newest x86_64 kernel of that series in the cache, or else the newest that Debian serves.
+/// The newest x86_64 kernel of that series in the cache, or else one that Debian serves.
 ///
 /// # Errors
 /// As [`Kernel::find`].
@@ -87,8 +86,7 @@ pub fn kernel(series: Series) -> Result<Kernel, KernelError> {
     kernel_for(Architecture::X86_64, series)
 }
 
-/// The newest kernel of that architecture and series in the cache, or else the newest that Debian
-/// serves.
+/// The newest kernel of that architecture and series in the cache, or else one that Debian serves.
 ///
 /// # Errors
 /// As [`Kernel::find`].
@@ -97,8 +95,9 @@ pub fn kernel_for(architecture: Architecture, series: Series) -> Result<Kernel, 
 }
 
 impl Kernel {
-    /// The newest kernel of that series in `cache`, or else the newest that Debian serves. A kernel
-    /// that can't be downloaded (archives drop old ones at any time) gives way to the next older.
+    /// The newest kernel of that series in `cache`, or else the newest of the first suite that serves
+    /// one. A kernel that can't be downloaded (indexes name some that are not there) gives way to
+    /// the next older, and a suite without any to the next suite.
     ///
     /// # Errors
     /// No kernel of the series can be had, or the cache can't be used.
@@ -114,18 +113,22 @@ impl Kernel {
             return Self::open(cache, architecture, series, &release);
         }
         let mut reasons = Vec::new();
-        let mut found = Vec::new();
+        // One after the other: a suite's lists take longer to read than its kernel.
         for suite in suites(architecture, series) {
-            match Self::served(cache, *suite, architecture, series) {
-                Ok(served) => found.extend(served),
-                Err(error) => reasons.push(format!("{}: {error}", suite.name())),
-            }
-        }
-        found.sort_by(|(_, a), (_, b)| compare_releases(&b.release, &a.release));
-        for (repository, candidate) in found {
-            match download(cache, &repository, &candidate) {
-                Ok(()) => return Self::open(cache, architecture, series, &candidate.release),
-                Err(error) => reasons.push(format!("{}: {error}", candidate.release)),
+            let served = Repository::open(cache, *suite, architecture)
+                .and_then(|repository| Ok((repository.index()?, repository)));
+            let (index, repository) = match served {
+                Ok(served) => served,
+                Err(error) => {
+                    reasons.push(format!("{}: {error}", suite.name()));
+                    continue;
+                }
+            };
+            for candidate in candidates(&index, series, architecture.flavour()) {
+                match download(cache, &repository, &candidate) {
+                    Ok(()) => return Self::open(cache, architecture, series, &candidate.release),
+                    Err(error) => reasons.push(format!("{}: {error}", candidate.release)),
+                }
             }
         }
         if reasons.is_empty() {
@@ -137,20 +140,6 @@ impl Kernel {
             });
         }
         Err(KernelError::Unavailable { architecture, series, reasons: reasons.join("; ") })
-    }
-
-    fn served(
-        cache: &Cache,
-        suite: Suite,
-        architecture: Architecture,
-        series: Series,
-    ) -> Result<Vec<(Rc<Repository>, Candidate)>, AptError> {
-        let repository = Rc::new(Repository::open(cache, suite, architecture)?);
-        let index = repository.index()?;
-        Ok(candidates(&index, series, architecture.flavour())
-            .into_iter()
-            .map(|candidate| (repository.clone(), candidate))
-            .collect())
     }
 
     fn open(

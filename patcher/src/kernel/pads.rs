@@ -228,7 +228,9 @@ impl Kernel {
         at: Gva,
         hook: Option<Gva>,
     ) -> Result<PadState, ReadError> {
-        let lead = longest_lead(self.arch) as u64;
+        let longest = longest_lead(self.arch) as u64;
+        // Kernels need not map what stands in front of their first function.
+        let lead = at.offset_from(self.image.range.start).unwrap_or(longest).min(longest);
         let mut bytes = vec![0; lead as usize + text_len(self.arch)];
         self.read_virt(ram, at - lead, &mut bytes)?;
         let (before, text) = bytes.split_at(lead as usize);

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use super::paging::AddressSpace;
+use super::paging::{AddressSpace, Bits, TableFormat};
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout,
-    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, SLOT_LEN, Unpaged,
+    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
+    PadLayout, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -48,12 +48,19 @@ impl Arch for S390X {
         &[]
     }
 
-    fn image_window(&self) -> ImageWindow {
+    fn image_window(&self, _format: &TableFormat) -> ImageWindow {
         ImageWindow {
             range: DEFAULT_BASE..Gva(1 << 53),
             align: paging::SEGMENT,
-            default_base: DEFAULT_BASE,
+            text: Bits::ANY,
+            least: paging::SEGMENT,
+            first_symbol: "_text",
+            in_front: 0,
         }
+    }
+
+    fn linked_at(&self, _format: &TableFormat, _version: (u32, u32)) -> Gva {
+        DEFAULT_BASE
     }
 
     fn pad_len(&self) -> usize {
@@ -125,12 +132,8 @@ impl Arch for S390X {
         ReturnCount { plain, through: vec![0; thunks.len()] }
     }
 
-    fn fixed_cpu_number(&self) -> Option<i32> {
-        Some(LOWCORE_CPU_NR)
-    }
-
-    fn cpu_number_variables(&self) -> &'static [PerCpuVariable] {
-        &[]
+    fn cpu_number(&self) -> CpuNumber {
+        CpuNumber::Fixed(LOWCORE_CPU_NR)
     }
 
     fn records_whole_callers(&self) -> bool {

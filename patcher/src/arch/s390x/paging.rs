@@ -4,7 +4,7 @@
 //! there are. Linux makes every table at its full length.
 
 use crate::addr::Gpa;
-use crate::arch::paging::{AddressSpace, Bits, Level, TableFormat};
+use crate::arch::paging::{AddressSpace, Bits, HighBits, Level, TableFormat};
 use crate::arch::{Access, ByteOrder, Unpaged};
 use crate::machine::S390xRegisters;
 
@@ -94,7 +94,7 @@ const fn format(name: &'static str, va_bits: u32, first: usize) -> TableFormat {
         name,
         byte_order: ByteOrder::Big,
         va_bits,
-        sign_extended: false,
+        above: HighBits::Zeros,
         levels: LEVELS_OF[first],
     }
 }
