@@ -89,10 +89,15 @@ pub trait Arch: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether `slot`, the first [`SLOT_LEN`] bytes of what [`pad_slot`](Arch::pad_slot) names,
-    /// belongs to the pad at `at`: bytes that only look like a pad have no slot that says so.
-    fn is_slot_of(&self, _at: Gva, _slot: &[u8; SLOT_LEN]) -> bool {
-        true
+    /// The table of the slots that the kernel gives its pads as it boots, if it has any.
+    fn pad_slots(&self) -> Option<PadSlots> {
+        None
+    }
+
+    /// The pad that `slot`, the first [`SLOT_LEN`] bytes of one, was given to; `None` if it was not given
+    /// to any. Bytes that only look like a pad have no slot that says so.
+    fn pad_of_slot(&self, _slot: &[u8; SLOT_LEN]) -> Option<Gva> {
+        None
     }
 
     /// The bytes that make the pad at `at` branch to `to` so that the code there can tell which
@@ -262,6 +267,20 @@ impl Unpaged {
     }
 }
 
+/// Where a kernel has the slots of its pads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PadSlots {
+    /// The symbol of the first slot.
+    pub begin: &'static str,
+    /// The symbol behind the last slot.
+    pub end: &'static str,
+    /// How long one is, in bytes.
+    pub len: u64,
+    /// What leaves hold that map code, also what may still be written: the text that is freed when the
+    /// kernel has booted is no code any more.
+    pub code: Bits,
+}
+
 /// How many bytes of a pad's slot tell whose it is.
 pub const SLOT_LEN: usize = 16;
 
@@ -409,8 +428,8 @@ pub struct ReturnCount {
 /// Where the code of a trampoline finds the number of the CPU that runs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CpuNumber {
-    /// At the same address on every CPU.
-    Fixed(i32),
+    /// At the same address on every CPU: the first of these that the kernel maps.
+    Fixed(&'static [i32]),
     /// In a per-CPU variable, by its distance from the base of the CPU's area; most recent kernels
     /// first.
     PerCpu(&'static [PerCpuVariable]),

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::PAGE;
 use crate::addr::{Gpa, Gva};
 use crate::arch::ImageWindow;
 use crate::arch::paging::{AddressSpace, WalkError};
@@ -41,7 +42,8 @@ impl Image {
         window: &ImageWindow,
         from: Gva,
     ) -> Result<Option<Self>, WalkError> {
-        let Some((base, phys)) = find_text(ram, space, window, from)? else { return Ok(None) };
+        let Some(found) = find_text(ram, space, window, from)? else { return Ok(None) };
+        let (base, phys) = first_page(ram, space, window, found);
         let mut len = window.align;
         let mut next = base + len;
         while next.0 - base.0 - len < MAX_HOLE {
@@ -101,6 +103,25 @@ impl Image {
         ram.read(self.phys + offset, &mut bytes)?;
         Ok(bytes)
     }
+}
+
+/// Where the text that was found at `base` begins: its first page, where images are not aligned to
+/// what a window is searched by.
+fn first_page(
+    ram: &dyn PhysMem,
+    space: &AddressSpace,
+    window: &ImageWindow,
+    (base, phys): (Gva, Gpa),
+) -> (Gva, Gpa) {
+    let before = (PAGE..window.align).step_by(PAGE as usize).take_while(|before| {
+        let at = Gva(base.0.wrapping_sub(*before));
+        window.range.contains(&at)
+            && space.walk(ram, at).is_ok_and(|leaf| {
+                window.text.hold_in(leaf.entry) && leaf.gpa.0 == phys.0.wrapping_sub(*before)
+            })
+    });
+    let before = before.last().unwrap_or(0);
+    (base - before, phys - before)
 }
 
 /// Where the first piece of text begins that is as long as a kernel's.

@@ -17,6 +17,7 @@ mod mapping;
 mod pads;
 mod probes;
 mod records;
+mod slots;
 mod symbols;
 #[cfg(test)]
 mod tests;

@@ -202,7 +202,7 @@ pub fn judge_pad(
     // Bytes that only look like a pad have no slot that says whose it is.
     if let Some(slot_at) = arch.pad_slot(at, &original) {
         let mut slot = [0; SLOT_LEN];
-        if !read_slot(slot_at, &mut slot) || !arch.is_slot_of(at, &slot) {
+        if !read_slot(slot_at, &mut slot) || arch.pad_of_slot(&slot) != Some(at) {
             return Err(Refusal::UnknownBytes { found: original });
         }
     }
@@ -255,12 +255,11 @@ struct Survey<'a> {
 
 impl<'a> Survey<'a> {
     fn new(kernel: &'a Kernel, ram: &'a dyn PhysMem) -> Self {
-        let symbol = |name| kernel.symbols.address(name).unwrap_or_default();
         Self {
             kernel,
             ram,
             hook: kernel.symbols.address(kernel.arch.compiler_hook_symbol()),
-            init_text: symbol("_sinittext")..symbol("_einittext"),
+            init_text: kernel.init_text(),
             window: (Gva(0), Vec::new()),
             leaf: None,
         }

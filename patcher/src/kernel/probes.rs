@@ -15,7 +15,7 @@ pub enum Unready {
     #[error(transparent)]
     Records(#[from] RecordsError),
     /// The kernel is still replacing the compiler's calls.
-    #[error("the kernel is still preparing its pads: {at} holds the compiler's call")]
+    #[error("the kernel is still preparing its pads: {at} is as the compiler made it")]
     PadPending {
         /// A pad that it has not come to.
         at: Gva,
@@ -74,6 +74,9 @@ pub enum CpuNumberError {
         /// What the variable holds there.
         found: u32,
     },
+    /// None of the addresses is mapped where the kernel has it for every CPU.
+    #[error("the kernel maps nothing where every CPU finds its own number")]
+    NotMapped,
     /// The kernel says that it has a number of CPUs that none has.
     #[error("the kernel says that it has up to {count} CPUs")]
     Absurd {
@@ -106,13 +109,24 @@ impl Kernel {
         }
         let hook = self.symbols.address(self.arch.compiler_hook_symbol());
         let text = self.text();
+        if let Some(at) = self.pending_slot(ram)? {
+            return Err(Unready::PadPending { at });
+        }
+        let expects_slots = self.expects_slots(ram);
         // The kernel goes through its records in order, so the last is the one to look at first.
         for record in self.records(ram)?.iter().rev().filter(|record| text.contains(&record.ip)) {
             let at = record.ip;
-            let state = self
-                .pad_state_at(ram, at, hook)
-                .map_err(|source| RecordsError::Unreadable { at, source })?;
-            if state == PadState::NotYet {
+            let unreadable = |source| RecordsError::Unreadable { at, source };
+            let pending = match self.pad_state_at(ram, at, hook).map_err(unreadable)? {
+                PadState::NotYet => true,
+                PadState::Idle if expects_slots => {
+                    let mut pad = vec![0; self.arch.pad_len()];
+                    self.read_virt(ram, at, &mut pad).map_err(unreadable)?;
+                    self.arch.pad_slot(at, &pad).is_none()
+                }
+                _ => false,
+            };
+            if pending {
                 return Err(Unready::PadPending { at });
             }
         }
@@ -168,7 +182,13 @@ impl Kernel {
     /// [`CpuNumberError`].
     pub fn cpu_number(&self, ram: &dyn PhysMem) -> Result<i32, CpuNumberError> {
         match self.arch.cpu_number() {
-            CpuNumber::Fixed(address) => Ok(address),
+            CpuNumber::Fixed(addresses) => {
+                let is_mapped = |address: &&i32| {
+                    let at = Gva(i64::from(**address).cast_unsigned());
+                    self.root.translate(ram, at).is_ok()
+                };
+                addresses.iter().find(is_mapped).copied().ok_or(CpuNumberError::NotMapped)
+            }
             CpuNumber::PerCpu(variables) => self.per_cpu_number(ram, variables),
             CpuNumber::CurrentTask(paths) => {
                 let types = Types::read(ram, &self.image, &self.symbols, self.arch.byte_order())?;

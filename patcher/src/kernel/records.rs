@@ -105,7 +105,10 @@ impl Kernel {
     pub(super) fn records(&self, ram: &dyn PhysMem) -> Result<Vec<Record>, RecordsError> {
         let records = match self.variable_u64(ram, "ftrace_pages_start") {
             Ok(first) => self.listed_records(ram, Gva(first))?,
-            Err(VariableError::NoSymbol { .. }) => self.unnamed_records(ram),
+            Err(VariableError::NoSymbol { .. }) => match self.slotted_records(ram) {
+                Some(records) => records?,
+                None => self.unnamed_records(ram),
+            },
             Err(error) => return Err(error.into()),
         };
         if records.is_empty() { Err(RecordsError::None) } else { Ok(records) }

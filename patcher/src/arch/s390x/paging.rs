@@ -36,6 +36,13 @@ const PTE_READ_ONLY: u64 = 0x200;
 const PTE_NO_EXECUTE: u64 = 0x100;
 const PTE_RESERVED: u64 = 0x800;
 
+/// What tells the leaves that map code.
+pub(super) const CODE: Bits = Bits { mask: PTE_NO_EXECUTE, value: 0 };
+
+/// What tells the leaves that map kernel text: read-only and executable. The bits are the same in
+/// leaves of every size.
+pub(super) const TEXT: Bits = Bits { mask: PTE_READ_ONLY | PTE_NO_EXECUTE, value: PTE_READ_ONLY };
+
 static LEVELS: [Level; 5] = [
     region("region-first-table entry", 53, 3, None),
     region("region-second-table entry", 42, 2, None),
