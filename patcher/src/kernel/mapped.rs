@@ -1,9 +1,14 @@
 //! The region as one kernel sees it.
 
+use std::ops::Range;
+
+use vm_memory::Bytes;
+
 use super::{InstallError, Kernel, PlanMappingError, plan_mapping};
-use crate::addr::Gva;
+use crate::addr::{Gpa, Gva};
 use crate::journal::{Journal, JournalError, RegionMark};
 use crate::machine::{Machine, RegionWindow};
+use crate::mem::{MemError, PhysMem};
 use crate::region::{CodeSpace, RegionError, RingLayout};
 
 /// The region, mapped into a kernel's address space.
@@ -90,11 +95,12 @@ impl MappedRegion {
 /// tables, and nobody in it can stand in our code.
 fn is_mapped(kernel: &Kernel, machine: &dyn Machine, mark: &RegionMark) -> bool {
     let leaf = kernel.arch().region_leaf_size();
+    let Some(tables) = WithCode::new(machine) else { return false };
     let maps = |at: Gva, len: u64, window: &RegionWindow<'_>| {
         len > 0
             && len <= window.memory.len() as u64
             && (0..len).step_by(leaf as usize).all(|offset| {
-                let found = kernel.root().walk(machine.ram(), at + offset);
+                let found = kernel.root().walk(&tables, at + offset);
                 found.is_ok_and(|found| found.gpa == window.gpa + offset)
             })
     };
@@ -102,4 +108,45 @@ fn is_mapped(kernel: &Kernel, machine: &dyn Machine, mark: &RegionMark) -> bool 
         && mark.rings_len == machine.region_rings().memory.len() as u64
         && maps(mark.rings, mark.rings_len, &machine.region_rings())
         && mark.used <= mark.code_len
+}
+
+/// The guest's RAM with the region's code part, where the tables lie that we have made.
+struct WithCode<'m> {
+    ram: &'m dyn PhysMem,
+    at: Gpa,
+    code: Vec<u8>,
+}
+
+impl<'m> WithCode<'m> {
+    /// The code part as it is now; `None` if it can't be read.
+    fn new(machine: &'m dyn Machine) -> Option<Self> {
+        let window = machine.region_code();
+        let mut code = vec![0; window.memory.len()];
+        window.memory.read_slice(&mut code, 0).ok()?;
+        Some(Self { ram: machine.ram(), at: window.gpa, code })
+    }
+}
+
+impl PhysMem for WithCode<'_> {
+    fn read(&self, at: Gpa, buf: &mut [u8]) -> Result<(), MemError> {
+        let ours = at.offset_from(self.at).and_then(|offset| {
+            let start = usize::try_from(offset).ok()?;
+            self.code.get(start..start.checked_add(buf.len())?)
+        });
+        match ours {
+            Some(bytes) => {
+                buf.copy_from_slice(bytes);
+                Ok(())
+            }
+            None => self.ram.read(at, buf),
+        }
+    }
+
+    fn extents(&self) -> Vec<Range<Gpa>> {
+        self.ram.extents()
+    }
+
+    fn replace_entry(&self, at: Gpa, old: [u8; 8], new: [u8; 8]) -> Result<(), MemError> {
+        self.ram.replace_entry(at, old, new)
+    }
 }
