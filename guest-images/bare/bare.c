@@ -48,13 +48,14 @@ struct cpu {
 	u64 expected;
 	u64 found;
 	u64 probes;	/* breakpoints hit */
-	u64 unused;
+	u64 stuck;	/* counts while nothing else can be done */
 };
 
 struct {
 	u64 wanted;	/* rounds, written by the host */
 	u64 calls;
-	u64 unused[6];
+	u64 only;	/* the one function that is called, written by the host; all if 0 */
+	u64 unused[5];
 	struct cpu cpu[2];
 } volatile shared = { .calls = CALLS };
 
@@ -80,7 +81,7 @@ void trapped(int cpu, u64 code, u64 address)
 {
 	compare(cpu, address, WRONG_TRAP, ~code, code);
 	for (;;)
-		shared.cpu[cpu].unused++;
+		shared.cpu[cpu].stuck++;
 }
 
 static void call_once(int cpu, const struct pad *pad, u64 *random)
@@ -111,9 +112,12 @@ void run(int cpu)
 	for (;;) {
 		while (shared.wanted <= shared.cpu[cpu].rounds)
 			PAUSE();
-		for (const struct pad *pad = pads; pad != pads_end; pad++)
-			for (int i = 0; i < CALLS; i++)
+		for (const struct pad *pad = pads; pad != pads_end; pad++) {
+			u64 only = shared.only;
+
+			for (int i = 0; i < CALLS && (!only || only == pad->function); i++)
 				call_once(cpu, pad, &random);
+		}
 		shared.cpu[cpu].rounds++;
 	}
 }

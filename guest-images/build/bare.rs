@@ -10,6 +10,8 @@ struct Guest {
     architecture: &'static str,
     /// Options for all its code.
     flags: &'static [&'static str],
+    /// Assembly beside `start` and `pads`.
+    more: &'static [&'static str],
     /// Functions that the compiler makes pads for: their names and the options that make them.
     compiled: &'static [(&'static str, &'static [&'static str])],
 }
@@ -18,6 +20,7 @@ const GUESTS: [Guest; 3] = [
     Guest {
         architecture: "s390x",
         flags: &["-march=z10", "-msoft-float"],
+        more: &[],
         compiled: &[
             ("fentry_nop", &["-pg", "-mfentry", "-mnop-mcount"]),
             ("fentry", &["-pg", "-mfentry"]),
@@ -34,6 +37,7 @@ const GUESTS: [Guest; 3] = [
         architecture: "aarch64",
         // Without its MMU a processor takes no unaligned accesses.
         flags: &["-mgeneral-regs-only", "-mstrict-align"],
+        more: &[],
         compiled: &[
             ("patchable_2", &["-fpatchable-function-entry=2"]),
             ("patchable_2_bti", &["-fpatchable-function-entry=2", "-mbranch-protection=bti"]),
@@ -49,6 +53,7 @@ const GUESTS: [Guest; 3] = [
             "-mpreferred-stack-boundary=3",
             "-fcf-protection=none",
         ],
+        more: &["boot"],
         compiled: &[
             ("fentry_nop", &["-pg", "-mfentry", "-mnop-mcount"]),
             ("fentry", &["-pg", "-mfentry"]),
@@ -102,7 +107,7 @@ impl Guest {
             made.push(object);
         };
         object("bare", Path::new("bare/bare.c"), &["-fno-asynchronous-unwind-tables"]);
-        for name in ["start", "pads"] {
+        for name in ["start", "pads"].iter().chain(self.more) {
             object(name, &own.join(name).with_extension("S"), &[]);
         }
         for (name, options) in self.compiled {

@@ -1,5 +1,6 @@
 //! Guests for tests and demos: Debian's stock kernels, initramfs archives whose workloads make a
-//! known number of calls, captures of a guest's memory, and the nested-KVM lab.
+//! known number of calls, captures of a guest's memory, bare guests with every pad that kernels have
+//! had, and the nested-KVM lab.
 //!
 //! What is slow to make is kept in a [`Cache`] on disk, so the first use of a kernel downloads it
 //! and later ones do not.

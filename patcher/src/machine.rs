@@ -66,6 +66,17 @@ pub trait Stopped {
     /// one, all of those before it and none of those behind it.
     fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError>;
 
+    /// Has one vCPU execute one instruction while the others stand.
+    ///
+    /// # Errors
+    /// What the engine says; one that can't says so.
+    fn step(&mut self, _vcpu: usize) -> Result<(), StopError> {
+        Err(StopError::Engine {
+            what: "step a vCPU",
+            source: std::io::ErrorKind::Unsupported.into(),
+        })
+    }
+
     /// Resumes the guest and tells what the stop cost.
     ///
     /// # Errors

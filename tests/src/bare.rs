@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
-use patcher::arch::{Arch, ByteOrder, Logger, PadBytes, ReturnForm, text_len};
+use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, text_len};
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
@@ -24,6 +24,10 @@ pub const CPUS: usize = 2;
 
 /// Calls of each function from each processor in a round: `CALLS` of `bare/bare.c`.
 pub const CALLS: u64 = 8;
+
+/// Words of what is shared: rounds wanted, and the one function that is called.
+const WANTED: u64 = 0;
+const ONLY: u64 = 2;
 
 /// `struct cpu` of `bare/bare.c`, in words of eight bytes.
 const CPU_WORDS: u64 = 8;
@@ -113,13 +117,44 @@ impl<'m> Driver<'m> {
 
     /// Asks for `rounds` more, without waiting for them.
     pub fn ask(&self, rounds: u64) {
-        let wanted = self.word(0);
+        self.set(WANTED, self.word(WANTED) + rounds);
+    }
+
+    /// Has the guest call one function alone from the next round on, or all again.
+    pub fn call_only(&self, name: Option<&str>) {
+        self.set(ONLY, name.map_or(0, |name| self.function(name).address));
+    }
+
+    /// Has the guest come to an end with the rounds that it is in, and waits for that.
+    pub fn hold(&self) {
+        self.set(WANTED, 0);
+        let mut before = self.rounds();
+        loop {
+            thread::sleep(Duration::from_millis(20));
+            let now = self.rounds();
+            if now == before {
+                break;
+            }
+            before = now;
+        }
+        self.set(WANTED, before.into_iter().max().unwrap_or(0));
+        self.wait();
+    }
+
+    /// How many rounds each processor has done.
+    #[must_use]
+    pub fn rounds(&self) -> [u64; CPUS] {
+        [0, 1].map(|cpu| self.of_cpu(cpu, 0))
+    }
+
+    /// Only the host writes these words.
+    fn set(&self, index: u64, value: u64) {
         let bytes = |value: u64| match self.arch.byte_order() {
             ByteOrder::Little => value.to_le_bytes(),
             ByteOrder::Big => value.to_be_bytes(),
         };
-        let ram = self.machine.ram();
-        ram.replace_entry(self.shared, bytes(wanted), bytes(wanted + rounds)).unwrap();
+        let (ram, at) = (self.machine.ram(), self.shared + 8 * index);
+        ram.replace_entry(at, bytes(self.word(index)), bytes(value)).unwrap();
     }
 
     /// Waits until all rounds that were asked for are done.
@@ -128,7 +163,7 @@ impl<'m> Driver<'m> {
     /// If the guest finds something wrong.
     pub fn wait(&self) {
         let begun = Instant::now();
-        let wanted = self.word(0);
+        let wanted = self.word(WANTED);
         while (0..CPUS).any(|cpu| self.of_cpu(cpu, 0) < wanted) {
             self.check();
             assert!(begun.elapsed() < LONG, "the guest does not come to an end");
@@ -255,14 +290,63 @@ impl<'m> Driver<'m> {
         result
     }
 
-    /// The bytes that lie in front of the next function, from each function's first on.
+    /// Waits until every processor has done so many rounds more.
+    ///
+    /// # Panics
+    /// If the guest finds something wrong.
+    pub fn wait_for_rounds(&self, more: u64) {
+        let (begun, from) = (Instant::now(), self.rounds());
+        while self.rounds().iter().zip(from).any(|(now, from)| *now < from + more) {
+            self.check();
+            assert!(begun.elapsed() < LONG, "the guest does not go on");
+            thread::sleep(Duration::from_micros(200));
+        }
+        self.check();
+    }
+
+    /// Steps the first processor to the beginning of a function that it calls, and then `further`
+    /// instructions; tells where it stands.
+    ///
+    /// # Panics
+    /// If it does not come there.
+    pub fn step_into(&self, stopped: &mut dyn Stopped, name: &str, further: usize) -> u64 {
+        const MOST: usize = 100_000;
+        let start = self.function(name).address;
+        let place = |stopped: &mut dyn Stopped| stopped.registers(0).unwrap().pc();
+        // Not where it happens to stand: that may be in the middle of what was changed before.
+        let mut steps = 0;
+        loop {
+            stopped.step(0).unwrap();
+            steps += 1;
+            if place(stopped) == start {
+                break;
+            }
+            assert!(steps < MOST, "the processor does not come to {name}");
+        }
+        for _ in 0..further {
+            stopped.step(0).unwrap();
+        }
+        place(stopped)
+    }
+
+    /// The address of a symbol.
     #[must_use]
-    pub fn text(&self) -> Vec<(String, PadBytes, Vec<u8>)> {
+    pub fn symbol(&self, name: &str) -> u64 {
+        self.bare.symbol(name).unwrap()
+    }
+
+    /// The trampoline that a function that may be armed would have.
+    pub fn trampoline_of(&mut self, name: &str) -> Range<Gva> {
+        let pad = self.judge(name).unwrap();
+        self.trampoline(pad.layout.resume)
+    }
+
+    /// The text of each function, and what lies in front of it.
+    #[must_use]
+    pub fn text(&self) -> Vec<(String, [u8; 64])> {
         let read = |function: &BareFunction| {
-            let mut bytes = [0; 48];
-            self.machine.ram().read(Gpa(function.address), &mut bytes).unwrap();
-            let name = function.name.clone();
-            (name, PadBytes::new(&bytes[..8]), bytes[8..].to_vec())
+            let bytes = self.machine.ram().array(Gpa(function.address - 16)).unwrap();
+            (function.name.clone(), bytes)
         };
         self.functions.iter().map(read).collect()
     }

@@ -2,5 +2,6 @@
 
 pub mod bare;
 pub mod capture;
+pub mod emulated;
 pub mod guest;
 pub mod lab;

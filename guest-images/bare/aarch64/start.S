@@ -64,6 +64,7 @@ start1:
 	add	x0,x0,:lo12:areas
 	madd	x0,x19,x1,x0
 	msr	tpidr_el1,x0
+	msr	sp_el0,x0		// where Linux has the current task, and its CPU's number
 	str	w19,[x0,#PC_CPU]
 	adrp	x0,stacks
 	add	x0,x0,:lo12:stacks

@@ -1,7 +1,8 @@
 /*
  * An x86_64 machine without an operating system: two processors that begin at once at the first byte,
- * in 64-bit mode, with their numbers in rdi. The page tables map RAM where it is, and the region, which
- * lies at 4 GiB, at 1 GiB, where the displacements of its code reach.
+ * in 64-bit mode, with their numbers in rdi (under QEMU by way of boot.S). The page tables map RAM
+ * where it is, under QEMU with the region in it. Our own virtual machine monitor has the region at
+ * 4 GiB; it is mapped at 1 GiB, where the displacements of its code reach.
  */
 
 #define MSR_GS_BASE	0xc0000101
@@ -35,7 +36,7 @@
 	.endm
 
 	.section .start, "ax"
-	.globl	start, cpu_number, call_checked, bodies, traces, body, __fentry__, ftrace_caller
+	.globl	pml4, start, cpu_number, call_checked, bodies, traces, body, __fentry__, ftrace_caller
 	.set	cpu_number, PC_CPU
 start:
 	mov	$pml4,%eax

@@ -11,6 +11,7 @@ use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::RingLayout;
 
+pub mod aarch64;
 mod layout;
 pub mod paging;
 pub mod s390x;
@@ -18,7 +19,7 @@ pub mod x86_64;
 
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
-use paging::AddressSpace;
+use paging::{AddressSpace, Bits, TableFormat};
 
 /// One guest architecture.
 pub trait Arch: fmt::Debug + Send + Sync {
@@ -42,8 +43,20 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// hold the kernel's root at all times.
     fn kernel_root_symbols(&self) -> &'static [&'static str];
 
-    /// Where the kernel's image may be mapped, and the alignment of its first byte.
-    fn image_window(&self) -> ImageWindow;
+    /// Whether `root`, under which a vCPU has a kernel, can be the kernel's own for good, although the
+    /// kernel's table of symbols has none of [`kernel_root_symbols`](Arch::kernel_root_symbols) (no
+    /// CONFIG_KALLSYMS_ALL). `read_only_data` is the memory between the kernel's text and its init
+    /// text.
+    fn is_kernel_root(&self, _root: Gpa, _read_only_data: &Range<Gpa>) -> bool {
+        false
+    }
+
+    /// Where the kernel's image may be in address spaces of this format, and how it is told.
+    fn image_window(&self, format: &TableFormat) -> ImageWindow;
+
+    /// Where the image of a kernel of this version begins if it was not moved, in address spaces of
+    /// this format.
+    fn linked_at(&self, format: &TableFormat, version: (u32, u32)) -> Gva;
 
     /// The length of the one instruction of a pad that is ever changed, in bytes.
     fn pad_len(&self) -> usize;
@@ -76,10 +89,15 @@ pub trait Arch: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether `slot`, the first [`SLOT_LEN`] bytes of what [`pad_slot`](Arch::pad_slot) names,
-    /// belongs to the pad at `at`: bytes that only look like a pad have no slot that says so.
-    fn is_slot_of(&self, _at: Gva, _slot: &[u8; SLOT_LEN]) -> bool {
-        true
+    /// The table of the slots that the kernel gives its pads as it boots, if it has any.
+    fn pad_slots(&self) -> Option<PadSlots> {
+        None
+    }
+
+    /// The pad that `slot`, the first [`SLOT_LEN`] bytes of one, was given to; `None` if it was not given
+    /// to any. Bytes that only look like a pad have no slot that says so.
+    fn pad_of_slot(&self, _slot: &[u8; SLOT_LEN]) -> Option<Gva> {
+        None
     }
 
     /// The bytes that make the pad at `at` branch to `to` so that the code there can tell which
@@ -111,15 +129,8 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// those that return through each of `thunks`.
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount;
 
-    /// Where every CPU finds its own number at the same fixed address, 32 bits; `None` where it is a
-    /// per-CPU variable.
-    fn fixed_cpu_number(&self) -> Option<i32> {
-        None
-    }
-
-    /// The per-CPU variables that may hold a CPU's own number as 32 bits, most recent kernels
-    /// first.
-    fn cpu_number_variables(&self) -> &'static [PerCpuVariable];
+    /// Where the code of a trampoline finds the number of the CPU that runs it.
+    fn cpu_number(&self) -> CpuNumber;
 
     /// Whether a record holds the high half of its caller's address too: callers may be so far from
     /// the kernel's image, in modules, that the low half does not tell them.
@@ -140,7 +151,7 @@ pub fn of(registers: &Registers) -> Option<&'static dyn Arch> {
     match registers {
         Registers::X86_64(_) => Some(&x86_64::X86_64),
         Registers::S390x(_) => Some(&s390x::S390X),
-        Registers::Aarch64(_) => None,
+        Registers::Aarch64(_) => Some(&aarch64::Aarch64),
     }
 }
 
@@ -194,12 +205,18 @@ impl ByteOrder {
 /// Where a kernel's image may be mapped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageWindow {
-    /// The addresses that `_text` may have.
+    /// The addresses that its first byte may have.
     pub range: Range<Gva>,
-    /// What `_text` is a multiple of, in bytes; likewise its guest-physical address.
+    /// What that address is a multiple of, in bytes; likewise its guest-physical address.
     pub align: u64,
-    /// The address of `_text` in a kernel that was not moved.
-    pub default_base: Gva,
+    /// What a leaf holds that may map text: any, where nothing else lies in the window.
+    pub text: Bits,
+    /// How many bytes of text there are at least in one piece of memory.
+    pub least: u64,
+    /// The symbol of its first byte.
+    pub first_symbol: &'static str,
+    /// How many bytes in front of that symbol may be mapped as text, at most.
+    pub in_front: u64,
 }
 
 /// Where a kernel is.
@@ -209,6 +226,8 @@ pub struct KernelPlace {
     pub image: Range<Gva>,
     /// Where the image is in guest-physical memory.
     pub phys: Gpa,
+    /// The format of its page tables.
+    pub format: &'static TableFormat,
     /// Whether it was built to be moved (KASLR), which decides on x86_64 where modules begin.
     pub relocatable: bool,
 }
@@ -223,9 +242,43 @@ pub enum Unpaged {
     /// Paging is on, but not in the mode that 64-bit kernels use.
     #[error("the vCPU is not in 64-bit mode yet")]
     Not64Bit,
+    /// The kernel runs as a hypervisor does, with registers of another kind.
+    #[error(
+        "the vCPU is in EL2, where a kernel runs that is a host of virtual machines itself: only \
+         kernels in EL1 are looked at (in QEMU, those of a machine without virtualization=on)"
+    )]
+    Hypervisor,
+    /// The kernel's pages have a size that is not supported.
+    #[error("the kernel's pages have {kib} KiB; only kernels with pages of 4 KiB are supported")]
+    Granule {
+        /// Size of a page in KiB.
+        kib: u32,
+    },
     /// These are the registers of another architecture.
     #[error("the registers belong to another architecture")]
     Foreign,
+}
+
+impl Unpaged {
+    /// Whether the guest's kernel has come as far as it will, and will never be one to look at.
+    #[must_use]
+    pub fn is_final(self) -> bool {
+        matches!(self, Unpaged::Granule { .. })
+    }
+}
+
+/// Where a kernel has the slots of its pads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PadSlots {
+    /// The symbol of the first slot.
+    pub begin: &'static str,
+    /// The symbol behind the last slot.
+    pub end: &'static str,
+    /// How long one is, in bytes.
+    pub len: u64,
+    /// What leaves hold that map code, also what may still be written: the text that is freed when the
+    /// kernel has booted is no code any more.
+    pub code: Bits,
 }
 
 /// How many bytes of a pad's slot tell whose it is.
@@ -350,7 +403,7 @@ pub enum ReturnForm {
 /// What a logging trampoline is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Logger {
-    /// Where a CPU finds its own number, 32 bits, relative to the base of its per-CPU area.
+    /// Where a CPU finds its own number, 32 bits, by its distance from what [`CpuNumber`] says.
     pub cpu_number: i32,
     /// Where the rings are.
     pub rings: RingLayout,
@@ -370,6 +423,19 @@ pub struct ReturnCount {
     pub plain: usize,
     /// Branches to each of the thunks asked about, in their order.
     pub through: Vec<usize>,
+}
+
+/// Where the code of a trampoline finds the number of the CPU that runs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CpuNumber {
+    /// At the same address on every CPU: the first of these that the kernel maps.
+    Fixed(&'static [i32]),
+    /// In a per-CPU variable, by its distance from the base of the CPU's area; most recent kernels
+    /// first.
+    PerCpu(&'static [PerCpuVariable]),
+    /// In the current task. Each entry leads from the task to the number: through fields of the
+    /// kernel's types, by type and name. The entry counts whose fields there all are.
+    CurrentTask(&'static [&'static [(&'static str, &'static str)]]),
 }
 
 /// A field of a per-CPU variable.

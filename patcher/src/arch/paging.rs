@@ -17,10 +17,21 @@ pub struct TableFormat {
     pub byte_order: ByteOrder,
     /// How many low bits of a virtual address are translated.
     pub va_bits: u32,
-    /// Whether the bits above repeat the highest of them; they are zero if not.
-    pub sign_extended: bool,
+    /// What the bits above are.
+    pub above: HighBits,
     /// The levels, root first.
     pub levels: &'static [Level],
+}
+
+/// What the bits of a virtual address are that are not translated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HighBits {
+    /// All zero.
+    Zeros,
+    /// All one: these are the tables of the upper half, and the lower half has others.
+    Ones,
+    /// All as the highest bit that is translated.
+    AsHighest,
 }
 
 /// One level of a page table.
@@ -199,9 +210,10 @@ impl TableFormat {
     /// Whether the bits above [`va_bits`](TableFormat::va_bits) are as the format has them.
     fn is_canonical(&self, va: Gva) -> bool {
         let above = 64 - self.va_bits;
-        if !self.sign_extended {
-            return va.0 << above >> above == va.0;
+        match self.above {
+            HighBits::Zeros => va.0.leading_zeros() >= above,
+            HighBits::Ones => va.0.leading_ones() >= above,
+            HighBits::AsHighest => va.0.leading_zeros().max(va.0.leading_ones()) > above,
         }
-        (((va.0 << above) as i64) >> above) as u64 == va.0
     }
 }

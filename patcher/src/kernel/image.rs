@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
+use super::PAGE;
 use crate::addr::{Gpa, Gva};
+use crate::arch::ImageWindow;
 use crate::arch::paging::{AddressSpace, WalkError};
-use crate::arch::{Arch, ImageWindow};
 use crate::mem::{MemError, PhysMem};
 
 /// Where a kernel's image is.
@@ -17,58 +18,55 @@ pub struct Image {
     pub phys: Gpa,
 }
 
-/// How many neighbouring large pages in a row may be missing in an image's mapping: kernels under
-/// page-table isolation unmap what they have freed of it.
-const MAX_HOLE: u64 = 8;
+/// How many bytes in a row may be missing in an image's mapping: kernels take out what they have freed
+/// of it, and those under page-table isolation more.
+const MAX_HOLE: u64 = 16 << 20;
 
 /// The largest image believed, in bytes; distribution kernels have 45 to 65 MiB.
 const MAX_IMAGE: u64 = 512 << 20;
 
+/// How many places of a window are looked at: where other things than kernels are mapped in it, so
+/// many times its alignment.
+const MAX_STEPS: usize = 1 << 18;
+
 impl Image {
-    /// Looks for the first address of the image window that `space` maps, and how far the mapping
-    /// goes on without a break in the physical addresses.
+    /// Looks for the first text that `space` maps in the image window from `from` on, and how far the
+    /// mapping goes on from there without a break in the physical addresses. `None` if what is mapped
+    /// is no text.
     ///
     /// # Errors
-    /// The walk of the window's last address, if nothing is mapped in it at all.
+    /// The last address of the window that was walked, if nothing is mapped in it at all.
     pub(super) fn find(
         ram: &dyn PhysMem,
         space: &AddressSpace,
         window: &ImageWindow,
-    ) -> Result<Self, WalkError> {
-        let mut at = window.range.start;
-        let (base, phys) = loop {
-            match space.walk(ram, at) {
-                Ok(leaf) => break (at, leaf.gpa),
-                Err(error) => {
-                    // An absent entry stands for all that it spans.
-                    let step = match error {
-                        WalkError::Absent { span, .. } => span.max(window.align),
-                        _ => window.align,
-                    };
-                    at = at.align_down(step) + step;
-                    if !window.range.contains(&at) {
-                        return Err(error);
-                    }
-                }
-            }
-        };
+        from: Gva,
+    ) -> Result<Option<Self>, WalkError> {
+        let Some(found) = find_text(ram, space, window, from)? else { return Ok(None) };
+        let (base, phys) = first_page(ram, space, window, found);
         let mut len = window.align;
-        let mut hole = 0;
-        while hole < MAX_HOLE {
-            let next = base + len + hole * window.align;
+        let mut next = base + len;
+        while next.0 - base.0 - len < MAX_HOLE {
             if !window.range.contains(&next) || next.0 - base.0 >= MAX_IMAGE {
                 break;
             }
             match space.walk(ram, next) {
                 Ok(leaf) if leaf.gpa == phys + (next.0 - base.0) => {
                     len = next.0 - base.0 + window.align;
-                    hole = 0;
                 }
                 Ok(_) => break,
-                Err(_) => hole += 1,
+                Err(_) => {}
             }
+            next = next + window.align;
         }
-        Ok(Self { range: base..base + len, phys })
+        Ok(Some(Self { range: base..base + len, phys }))
+    }
+
+    /// Takes off what stands in front of `begin`, if that lies in the image.
+    pub(super) fn begin_at(&mut self, begin: Gva) {
+        if let Some(phys) = self.translate(begin) {
+            *self = Self { range: begin..self.range.end, phys };
+        }
     }
 
     /// The image's length in bytes.
@@ -107,7 +105,68 @@ impl Image {
     }
 }
 
-/// How far the kernel was moved from where it was linked to be, in bytes.
-pub(super) fn kaslr_offset(arch: &dyn Arch, base: Gva) -> i64 {
-    base.0.wrapping_sub(arch.image_window().default_base.0) as i64
+/// Where the text that was found at `base` begins: its first page, where images are not aligned to
+/// what a window is searched by.
+fn first_page(
+    ram: &dyn PhysMem,
+    space: &AddressSpace,
+    window: &ImageWindow,
+    (base, phys): (Gva, Gpa),
+) -> (Gva, Gpa) {
+    let before = (PAGE..window.align).step_by(PAGE as usize).take_while(|before| {
+        let at = Gva(base.0.wrapping_sub(*before));
+        window.range.contains(&at)
+            && space.walk(ram, at).is_ok_and(|leaf| {
+                window.text.hold_in(leaf.entry) && leaf.gpa.0 == phys.0.wrapping_sub(*before)
+            })
+    });
+    let before = before.last().unwrap_or(0);
+    (base - before, phys - before)
+}
+
+/// Where the first piece of text begins that is as long as a kernel's.
+fn find_text(
+    ram: &dyn PhysMem,
+    space: &AddressSpace,
+    window: &ImageWindow,
+    from: Gva,
+) -> Result<Option<(Gva, Gpa)>, WalkError> {
+    let mut error = None;
+    let mut mapped = false;
+    let mut piece: Option<(Gva, Gpa)> = None;
+    let mut at = from;
+    for _ in 0..MAX_STEPS {
+        let step = match space.walk(ram, at) {
+            Ok(leaf) if window.text.hold_in(leaf.entry) => {
+                let goes_on = |(base, phys): &(Gva, Gpa)| leaf.gpa == *phys + (at.0 - base.0);
+                let (base, phys) = piece.filter(goes_on).unwrap_or((at, leaf.gpa));
+                if at.0 - base.0 + window.align >= window.least {
+                    return Ok(Some((base, phys)));
+                }
+                piece = Some((base, phys));
+                window.align
+            }
+            Ok(leaf) => {
+                (mapped, piece) = (true, None);
+                leaf.size.max(window.align)
+            }
+            Err(reason) => {
+                // An absent entry stands for all that it spans.
+                let span = match reason {
+                    WalkError::Absent { span, .. } => span.max(window.align),
+                    _ => window.align,
+                };
+                (error, piece) = (Some(reason), None);
+                span
+            }
+        };
+        match at.align_down(step).checked_add(step) {
+            Some(next) if window.range.contains(&next) => at = next,
+            _ => break,
+        }
+    }
+    match error {
+        Some(error) if !mapped => Err(error),
+        _ => Ok(None),
+    }
 }

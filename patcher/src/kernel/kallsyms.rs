@@ -18,7 +18,7 @@ use memchr::memmem;
 use super::image::Image;
 use super::symbols::{Builder, PIECE, Piece, Symbols};
 use crate::addr::Gva;
-use crate::arch::ByteOrder;
+use crate::arch::{ByteOrder, ImageWindow};
 use crate::mem::PhysMem;
 
 /// The kernel's symbols could not be read.
@@ -37,9 +37,11 @@ pub enum KallsymsError {
         missing: &'static str,
     },
     /// The table is sound and its symbols are not those of a kernel at this place.
-    #[error("kallsyms says that _text is at {symbol}, but the image is mapped at {mapped}")]
+    #[error("kallsyms says that {name} is at {symbol}, but the image is mapped at {mapped}")]
     OtherKernel {
-        /// Where the table has `_text`.
+        /// The symbol of an image's first byte.
+        name: &'static str,
+        /// Where the table has it.
         symbol: Gva,
         /// Where the page tables have it.
         mapped: Gva,
@@ -81,13 +83,14 @@ const MAX_TABLES: usize = 16;
 const MAX_RUNS: usize = 64;
 const MAX_TRIES: usize = 64;
 
-/// Finds and decodes the symbols of the kernel at `image`.
+/// Finds and decodes the symbols of the kernel at `image`, which was found in `window`.
 ///
 /// # Errors
 /// What is missing, for the token table that came closest.
 pub(super) fn decode(
     ram: &dyn PhysMem,
     image: &Image,
+    window: &ImageWindow,
     order: ByteOrder,
 ) -> Result<Symbols, KallsymsError> {
     let digits = memmem::Finder::new(DIGITS);
@@ -102,7 +105,7 @@ pub(super) fn decode(
         for hit in digits.find_iter(&chunk) {
             let digits_at = offset + hit as u64;
             let Some(tokens) = Tokens::read(ram, image, order, digits_at) else { continue };
-            let table = Table { ram, image, order, tokens: &tokens };
+            let table = Table { ram, image, window, order, tokens: &tokens };
             match table.decode() {
                 Ok(symbols) => return Ok(symbols),
                 Err(closer) => error = closer,
@@ -196,6 +199,7 @@ impl Tokens {
 struct Table<'a> {
     ram: &'a dyn PhysMem,
     image: &'a Image,
+    window: &'a ImageWindow,
     order: ByteOrder,
     tokens: &'a Tokens,
 }
@@ -227,10 +231,11 @@ impl Table<'_> {
         self.push_addresses(&before, &names, &mut builder).ok_or_else(|| missing("addresses"))?;
         let symbols = builder.build().ok_or_else(|| missing("ascending addresses"))?;
         let mapped = self.image.range.start;
-        match symbols.address("_text") {
-            Some(symbol) if symbol == mapped => Ok(symbols),
-            Some(symbol) => Err(KallsymsError::OtherKernel { symbol, mapped }),
-            None => Err(missing("symbols that name _text")),
+        let name = self.window.first_symbol;
+        let symbol = symbols.address(name).ok_or_else(|| missing("symbols that name the text"))?;
+        match symbol.offset_from(mapped) {
+            Some(in_front) if in_front <= self.window.in_front => Ok(symbols),
+            _ => Err(KallsymsError::OtherKernel { name, symbol, mapped }),
         }
     }
 
@@ -389,7 +394,8 @@ impl Table<'_> {
     /// Whether `base` can be what offsets count from: the lowest symbol, at the image's beginning
     /// or, where symbols of data are left out, little above it.
     fn is_base(&self, base: u64) -> bool {
-        Gva(base).offset_from(self.image.range.start).is_some_and(|above| above < 2 << 20)
+        let lowest = self.image.range.start - self.window.in_front;
+        Gva(base).offset_from(lowest).is_some_and(|above| above < 2 << 20)
     }
 }
 

@@ -136,6 +136,7 @@ pub fn plan_mapping(
     let place = KernelPlace {
         image: kernel.image().range.clone(),
         phys: kernel.image().phys,
+        format: kernel.root().format,
         relocatable: kernel.is_relocatable(),
     };
     let memory = code.0.min(rings.0)..(code.0 + code.1).max(rings.0 + rings.1);

@@ -17,9 +17,11 @@ mod mapping;
 mod pads;
 mod probes;
 mod records;
+mod slots;
 mod symbols;
 #[cfg(test)]
 mod tests;
+mod types;
 
 pub use entries::NewTable;
 pub use image::Image;
@@ -31,6 +33,7 @@ pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;
 pub use symbols::{Place, Symbol, Symbols};
+pub use types::TypesError;
 
 /// A kernel found in a guest's memory.
 ///
@@ -43,6 +46,7 @@ pub struct Kernel {
     root: AddressSpace,
     symbols: Symbols,
     banner: String,
+    banner_at: Gva,
 }
 
 /// Guest-virtual memory could not be read.
@@ -98,7 +102,8 @@ impl Kernel {
         self.arch
     }
 
-    /// The image, from `_text` to `_end`.
+    /// The image, from `_text` (on aarch64 `_stext`) to `_end`, or to the last large piece of it that
+    /// the kernel maps where `_end` is not among its symbols.
     #[must_use]
     pub fn image(&self) -> &Image {
         &self.image
@@ -117,7 +122,9 @@ impl Kernel {
     /// itself may by chance end up where it was.
     #[must_use]
     pub fn kaslr_offset(&self) -> i64 {
-        image::kaslr_offset(self.arch, self.image.range.start)
+        let version = self.version().unwrap_or((u32::MAX, 0));
+        let linked_at = self.arch.linked_at(self.root.format, version);
+        self.image.range.start.0.wrapping_sub(linked_at.0).cast_signed()
     }
 
     /// The line with which the kernel names itself, as in /proc/version, without the newline.
@@ -192,7 +199,7 @@ impl Kernel {
     pub fn is_current(&self, ram: &dyn PhysMem) -> bool {
         let mapped = self.root.translate(ram, self.image.range.start);
         mapped == Ok(self.image.phys)
-            && locate::read_banner(ram, &self.image, &self.symbols).as_ref() == Ok(&self.banner)
+            && locate::read_banner(ram, &self.image, self.banner_at).as_ref() == Ok(&self.banner)
     }
 
     /// Whether the vCPU with these registers runs this kernel, or a process of it.

@@ -202,7 +202,7 @@ pub fn judge_pad(
     // Bytes that only look like a pad have no slot that says whose it is.
     if let Some(slot_at) = arch.pad_slot(at, &original) {
         let mut slot = [0; SLOT_LEN];
-        if !read_slot(slot_at, &mut slot) || !arch.is_slot_of(at, &slot) {
+        if !read_slot(slot_at, &mut slot) || arch.pad_of_slot(&slot) != Some(at) {
             return Err(Refusal::UnknownBytes { found: original });
         }
     }
@@ -228,7 +228,9 @@ impl Kernel {
         at: Gva,
         hook: Option<Gva>,
     ) -> Result<PadState, ReadError> {
-        let lead = longest_lead(self.arch) as u64;
+        let longest = longest_lead(self.arch) as u64;
+        // Kernels need not map what stands in front of their first function.
+        let lead = at.offset_from(self.image.range.start).unwrap_or(longest).min(longest);
         let mut bytes = vec![0; lead as usize + text_len(self.arch)];
         self.read_virt(ram, at - lead, &mut bytes)?;
         let (before, text) = bytes.split_at(lead as usize);
@@ -253,12 +255,11 @@ struct Survey<'a> {
 
 impl<'a> Survey<'a> {
     fn new(kernel: &'a Kernel, ram: &'a dyn PhysMem) -> Self {
-        let symbol = |name| kernel.symbols.address(name).unwrap_or_default();
         Self {
             kernel,
             ram,
             hook: kernel.symbols.address(kernel.arch.compiler_hook_symbol()),
-            init_text: symbol("_sinittext")..symbol("_einittext"),
+            init_text: kernel.init_text(),
             window: (Gva(0), Vec::new()),
             leaf: None,
         }

@@ -1,9 +1,10 @@
 //! Single questions to a running kernel.
 
 use super::records::RecordsError;
+use super::types::{Types, TypesError};
 use super::{Kernel, VariableError};
 use crate::addr::Gva;
-use crate::arch::{PadState, ReturnForm};
+use crate::arch::{CpuNumber, PadState, PerCpuVariable, ReturnForm};
 use crate::mem::PhysMem;
 
 /// Why a kernel's pads must not be written yet.
@@ -14,7 +15,7 @@ pub enum Unready {
     #[error(transparent)]
     Records(#[from] RecordsError),
     /// The kernel is still replacing the compiler's calls.
-    #[error("the kernel is still preparing its pads: {at} holds the compiler's call")]
+    #[error("the kernel is still preparing its pads: {at} is as the compiler made it")]
     PadPending {
         /// A pad that it has not come to.
         at: Gva,
@@ -62,6 +63,9 @@ pub enum CpuNumberError {
         /// Why not.
         source: super::ReadError,
     },
+    /// The kernel's types do not say where a task has its CPU's number.
+    #[error("where a task has its CPU's number cannot be told: {0}")]
+    Types(#[from] TypesError),
     /// None of the variables that may hold the number holds it on every CPU.
     #[error("no variable of the kernel holds the number of CPU {cpu} (found {found})")]
     NotHeld {
@@ -70,6 +74,9 @@ pub enum CpuNumberError {
         /// What the variable holds there.
         found: u32,
     },
+    /// None of the addresses is mapped where the kernel has it for every CPU.
+    #[error("the kernel maps nothing where every CPU finds its own number")]
+    NotMapped,
     /// The kernel says that it has a number of CPUs that none has.
     #[error("the kernel says that it has up to {count} CPUs")]
     Absurd {
@@ -102,6 +109,9 @@ impl Kernel {
         }
         let hook = self.symbols.address(self.arch.compiler_hook_symbol());
         let text = self.text();
+        if let Some(at) = self.pending_slot(ram)? {
+            return Err(Unready::PadPending { at });
+        }
         // The kernel goes through its records in order, so the last is the one to look at first.
         for record in self.records(ram)?.iter().rev().filter(|record| text.contains(&record.ip)) {
             let at = record.ip;
@@ -156,15 +166,36 @@ impl Kernel {
         }
     }
 
-    /// Where a CPU's own number, 32 bits, is, as a distance from the base of its per-CPU area that
-    /// an instruction can hold. It has been read for every CPU that the kernel may have.
+    /// Where a CPU's own number, 32 bits, is, as a distance that an instruction can hold, from what
+    /// [`Arch::cpu_number`](crate::arch::Arch::cpu_number) says. In a per-CPU variable it has been read
+    /// for every CPU that the kernel may have.
     ///
     /// # Errors
     /// [`CpuNumberError`].
     pub fn cpu_number(&self, ram: &dyn PhysMem) -> Result<i32, CpuNumberError> {
-        if let Some(address) = self.arch.fixed_cpu_number() {
-            return Ok(address);
+        match self.arch.cpu_number() {
+            CpuNumber::Fixed(addresses) => {
+                let is_mapped = |address: &&i32| {
+                    let at = Gva(i64::from(**address).cast_unsigned());
+                    self.root.translate(ram, at).is_ok()
+                };
+                addresses.iter().find(is_mapped).copied().ok_or(CpuNumberError::NotMapped)
+            }
+            CpuNumber::PerCpu(variables) => self.per_cpu_number(ram, variables),
+            CpuNumber::CurrentTask(paths) => {
+                let types = Types::read(ram, &self.image, &self.symbols, self.arch.byte_order())?;
+                let offset = types.first_path(paths)?;
+                // Beyond what an instruction holds it is refused where that is made.
+                Ok(i32::try_from(offset).unwrap_or(i32::MAX))
+            }
         }
+    }
+
+    fn per_cpu_number(
+        &self,
+        ram: &dyn PhysMem,
+        variables: &[PerCpuVariable],
+    ) -> Result<i32, CpuNumberError> {
         let cpus = self.variable_u32(ram, "nr_cpu_ids")?;
         if !(1..=MAX_CPUS).contains(&cpus) {
             return Err(CpuNumberError::Absurd { count: cpus });
@@ -174,7 +205,7 @@ impl Kernel {
             self.symbols.address(areas).ok_or(VariableError::NoSymbol { symbol: areas })?;
 
         let mut error = CpuNumberError::Variable(VariableError::NoSymbol { symbol: "cpu_number" });
-        for variable in self.arch.cpu_number_variables() {
+        for variable in variables {
             let Some(begin) = self.symbols.address(variable.symbol) else { continue };
             let field = begin + variable.offset;
             // Up to 6.14 per-CPU symbols count from zero; since, they are addresses of the top

@@ -2,18 +2,15 @@
 //!
 //! After boot this list is the one truth about which bytes are pads. A five-byte no-operation at a
 //! symbol is none: it may be a jump label or an alternative, and whoever changes one of those kills
-//! the guest. The list is reached through `ftrace_pages_start`; where that symbol is left out of
-//! the kernel's table (no CONFIG_KALLSYMS_ALL) the pages that hold records are known by their
-//! contents.
+//! the guest. The list is reached through the variable `ftrace_pages_start`; where that symbol is left
+//! out of the kernel's table (no CONFIG_KALLSYMS_ALL) the variable is found by what it leads to.
 //!
 //! Layouts (kernel/trace/ftrace.c, include/linux/ftrace.h; the same from 5.10 to 7.3 on all 64-bit
 //! kernels): `struct ftrace_page { next, records, int index, int order }` and
 //! `struct dyn_ftrace { unsigned long ip, flags }`.
 
-use std::collections::BTreeMap;
-
 use super::{Kernel, PAGE, ReadError, VariableError};
-use crate::addr::{Gpa, Gva};
+use crate::addr::Gva;
 use crate::arch::PadState;
 use crate::mem::PhysMem;
 
@@ -95,6 +92,10 @@ const GROUP: usize = 24;
 const MAX_GROUPS: usize = 1 << 16;
 /// The most records believed; distribution kernels have up to 60,000.
 const MAX_RECORDS: usize = 1 << 20;
+/// How many variables that lead into the list are looked at; kernels have two or three.
+const MAX_HEADS: usize = 8;
+/// How much of the image is searched for them at a time.
+const CHUNK: u64 = 1 << 20;
 /// The largest order of pages that the kernel's allocator gives (MAX_PAGE_ORDER).
 const MAX_ORDER: u32 = 10;
 
@@ -104,7 +105,10 @@ impl Kernel {
     pub(super) fn records(&self, ram: &dyn PhysMem) -> Result<Vec<Record>, RecordsError> {
         let records = match self.variable_u64(ram, "ftrace_pages_start") {
             Ok(first) => self.listed_records(ram, Gva(first))?,
-            Err(VariableError::NoSymbol { .. }) => self.scanned_records(ram),
+            Err(VariableError::NoSymbol { .. }) => match self.slotted_records(ram) {
+                Some(records) => records?,
+                None => self.unnamed_records(ram),
+            },
             Err(error) => return Err(error.into()),
         };
         if records.is_empty() { Err(RecordsError::None) } else { Ok(records) }
@@ -144,56 +148,51 @@ impl Kernel {
         Err(RecordsError::Unsound { what: "more groups than a kernel has", at: group_at })
     }
 
-    /// Finds pages of records in RAM by what they hold.
+    /// Finds the list by the variable that it begins in, which lies somewhere behind the kernel's text
+    /// and is not named.
     ///
-    /// A page that was one once may still look like one, so a record may turn up twice.
-    fn scanned_records(&self, ram: &dyn PhysMem) -> Vec<Record> {
-        let mut found = BTreeMap::new();
-        let mut page = [0; PAGE as usize];
-        for extent in ram.extents() {
-            let mut at = Gpa(extent.start.0.next_multiple_of(PAGE));
-            while at < extent.end && found.len() < MAX_RECORDS {
-                if ram.read(at, &mut page).is_ok() {
-                    for record in self.records_in(ram, &page) {
-                        let flags: &mut Flags = found.entry(record.ip).or_default();
-                        *flags = *flags | record.flags;
-                    }
+    /// Several variables lead into the list, and the first of them is the one from which it is longest.
+    fn unnamed_records(&self, ram: &dyn PhysMem) -> Vec<Record> {
+        let order = self.arch.byte_order();
+        let mut heads: Vec<Gva> = Vec::new();
+        let mut chunk_at = self.text().end.align_down(8);
+        while chunk_at < self.image.range.end && heads.len() < MAX_HEADS {
+            let offset = chunk_at.0 - self.image.range.start.0;
+            let chunk = self.image.read(ram, offset, CHUNK).unwrap_or_default();
+            for word in chunk.chunks_exact(8) {
+                let head = Gva(order.u64(array(word, 0)));
+                if heads.len() < MAX_HEADS && !heads.contains(&head) && self.is_group(ram, head) {
+                    heads.push(head);
                 }
-                at = at + PAGE;
             }
+            chunk_at = chunk_at + CHUNK;
         }
-        found.into_iter().map(|(ip, flags)| Record { ip, flags }).collect()
+        let lists = heads.into_iter().filter_map(|head| self.listed_records(ram, head).ok());
+        lists.max_by_key(Vec::len).unwrap_or_default()
     }
 
-    /// The records that a page holds, or none if it is no page of records.
-    fn records_in(&self, ram: &dyn PhysMem, page: &[u8]) -> Vec<Record> {
+    /// Whether `at` is a group of records whose first one is about a pad of the image.
+    fn is_group(&self, ram: &dyn PhysMem, at: Gva) -> bool {
         let order = self.arch.byte_order();
-        let image = &self.image.range;
-        let mut last = Gva(0);
-        let mut records: Vec<Record> = Vec::new();
-        for pair in page.chunks_exact(RECORD) {
-            let ip = Gva(order.u64(array(pair, 0)));
-            let flags = order.u64(array(pair, 8));
-            if ip <= last || !image.contains(&ip) || flags > u64::from(u32::MAX) {
-                break;
-            }
-            last = ip;
-            records.push(Record { ip, flags: Flags(flags) });
+        // The kernel's allocator has made it: it is no part of the image.
+        if at.0 == 0 || !at.0.is_multiple_of(8) || self.image.range.contains(&at) {
+            return false;
         }
-        // Behind the last record there is nothing, or what is left of it where records of init
-        // text were taken out in front of it.
-        let rest = &page[records.len() * RECORD..];
-        let at_end = |pair: &[u8]| {
-            let ip = order.u64(array(pair, 0));
-            ip == 0 || ip == last.0
-        };
-        let sound = records.iter().filter(|record| self.is_pad(ram, record)).count();
-        // That a pad is at the beginning of a function is not asked for here: kernels before 5.19 have
-        // whole pages of records of dead weak functions.
-        if !rest.chunks_exact(RECORD).all(at_end) || sound * 10 < records.len() * 9 {
-            records.clear();
+        let mut group = [0; GROUP];
+        if self.read_virt(ram, at, &mut group).is_err() {
+            return false;
         }
-        records
+        let begin = Gva(order.u64(array(&group, 8)));
+        let [count, page_order] = [16, 20].map(|at| order.u32(array(&group, at)));
+        let mut ip = [0; 8];
+        if count == 0 || page_order > MAX_ORDER || !begin.0.is_multiple_of(PAGE) {
+            return false;
+        }
+        if self.read_virt(ram, begin, &mut ip).is_err() {
+            return false;
+        }
+        let first = Record { ip: Gva(order.u64(ip)), flags: Flags::default() };
+        self.image.range.contains(&first.ip) && self.is_pad(ram, &first)
     }
 
     /// Whether there is a pad, in any state that is known, where `record` says.

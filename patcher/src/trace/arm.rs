@@ -94,12 +94,15 @@ const STOP_BACKOFF: Duration = Duration::from_millis(2);
 /// or stands inside a site.
 pub(super) fn apply(
     machine: &dyn Machine,
+    kernel: &Kernel,
     patchset: &Patchset,
     look: &mut dyn FnMut(),
 ) -> Result<(Applied, Armed), ArmError> {
-    let Some(journal) = machine.journal() else { return apply_now(machine, patchset, look) };
+    let Some(journal) = machine.journal() else {
+        return apply_now(machine, kernel, patchset, look);
+    };
     journal.intend(patchset.sites().iter().map(Into::into))?;
-    let result = apply_now(machine, patchset, look);
+    let result = apply_now(machine, kernel, patchset, look);
     match &result {
         Ok(_)
         | Err(
@@ -113,6 +116,7 @@ pub(super) fn apply(
 
 fn apply_now(
     machine: &dyn Machine,
+    kernel: &Kernel,
     patchset: &Patchset,
     look: &mut dyn FnMut(),
 ) -> Result<(Applied, Armed), ArmError> {
@@ -150,7 +154,13 @@ fn apply_now(
         let stop = match stopped.resume() {
             Ok(times) => times,
             Err(StopError::Gone) => StopTimes::default(),
-            Err(error) => return Err(error.into()),
+            Err(error) => {
+                // Nobody is told of what is armed, so it must not be.
+                if let Ok(applied) = result {
+                    let _ = revert(machine, kernel, &applied, &mut Vec::new(), look);
+                }
+                return Err(error.into());
+            }
         };
         match result {
             Ok(applied) => {

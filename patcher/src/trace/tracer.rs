@@ -185,13 +185,14 @@ impl<'m, S> Tracer<'m, S> {
         let new: Vec<patch::Site> = new.map(|member| member.site.clone()).collect();
 
         let mut armed = Armed { functions: indices.len(), ..Armed::default() };
-        let (machine, readers) = (self.machine, &mut self.readers);
+        let (machine, kernel, readers) = (self.machine, self.kernel, &mut self.readers);
         let mut stops = Vec::new();
         if new.is_empty() {
             look(machine, readers);
         } else {
             let patchset = Patchset::plan(new)?;
-            let (applied, times) = arm::apply(machine, &patchset, &mut || look(machine, readers))?;
+            let (applied, times) =
+                arm::apply(machine, kernel, &patchset, &mut || look(machine, readers))?;
             self.applied = Some(match self.applied.take() {
                 Some(before) => before.join(applied),
                 None => applied,

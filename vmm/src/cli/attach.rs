@@ -156,7 +156,7 @@ pub fn run(options: &Options) -> Result<Status> {
         .transpose()?
         .unzip();
     let name = server.as_ref().map(|server| server.name().to_string()).unwrap_or_default();
-    let identity = Identity { name, engine: "qemu".to_owned() };
+    let identity = Identity { name, engine: "QEMU, attached".to_owned() };
     let filter = watch::filter(&options.filter, &options.notrace);
     let trace = records.map(|records| (records, filter));
     let plan = Plan::new(trace, false, identity, commands);

@@ -212,7 +212,7 @@ fn receive(
     match (end.error, end.reason) {
         (Some(error), _) => bail!(error),
         (None, EndReason::GuestPanicked) => say("the guest's kernel has panicked"),
-        (None, EndReason::GuestEnded) => say("the guest has ended"),
+        (None, EndReason::GuestEnded) => say("the guest has ended, or its vmm was told to"),
         (None, EndReason::Stopped | EndReason::ClientGone) => {}
     }
     Ok(())

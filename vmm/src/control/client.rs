@@ -4,9 +4,9 @@ use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use patcher::trace::sink::{Event, Name as EventName};
-use rustc_hash::FxHashMap;
+use patcher::trace::sink::Event;
 
+use super::names::Names;
 use super::place::{Found, Name, Place};
 use super::protocol::{
     Armed, BatchHeader, CALL_BYTES, Call, End, Greeting, Hello, Info, MAX_CALLS,
@@ -86,7 +86,7 @@ impl Client {
         }
     }
 
-    fn greet(stream: UnixStream, name: &Name) -> Result<Self, ClientError> {
+    pub(super) fn greet(stream: UnixStream, name: &Name) -> Result<Self, ClientError> {
         let wire = Wire::new(stream);
         let wire =
             wire.map_err(|source| ClientError::Unreachable { name: name.clone(), source })?;
@@ -257,7 +257,7 @@ impl Calls {
         }
         *missed = header.missed;
         names.learn(header.forget, header.names);
-        if names.current.len() > MAX_NAMES_IN_FORCE {
+        if names.in_force() > MAX_NAMES_IN_FORCE {
             return Err(broken("too many names".into(), &client.name));
         }
         let name = client.name.clone();
@@ -305,53 +305,9 @@ impl Stopper {
     pub fn stop(&mut self) {
         let _ = self.0.write_all(&line(&Request::Stop));
     }
-}
 
-/// The names that calls refer to, and how often each function was called.
-#[derive(Debug, Default)]
-struct Names {
-    current: Vec<(String, u64)>,
-    /// How often all names were forgotten.
-    generation: u64,
-    /// Calls of functions whose names were forgotten.
-    earlier: FxHashMap<String, u64>,
-}
-
-impl Names {
-    fn learn(&mut self, forget: bool, names: Vec<String>) {
-        if forget {
-            self.generation += 1;
-            self.put_by();
-        }
-        self.current.extend(names.into_iter().map(|name| (name, 0)));
-    }
-
-    fn put_by(&mut self) {
-        for (name, count) in self.current.drain(..).filter(|(_, count)| *count > 0) {
-            *self.earlier.entry(name).or_default() += count;
-        }
-    }
-
-    /// Counts a call, and names its functions.
-    fn event(&mut self, call: &Call) -> Option<Event<'_>> {
-        self.current.get_mut(call.function as usize)?.1 += 1;
-        let generation = self.generation << 32;
-        let name = |number: u32| {
-            let (text, _) = self.current.get(number as usize)?;
-            Some(EventName { id: generation | u64::from(number), text })
-        };
-        Some(Event {
-            time_ns: call.time_ns,
-            cpu: call.cpu,
-            function: name(call.function)?,
-            caller: name(call.caller)?,
-        })
-    }
-
-    fn counts(mut self) -> Vec<(String, u64)> {
-        self.put_by();
-        let mut counts: Vec<_> = self.earlier.into_iter().collect();
-        counts.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
-        counts
+    #[cfg(test)]
+    pub(super) fn into_stream(self) -> UnixStream {
+        self.0
     }
 }

@@ -8,13 +8,17 @@
 
 mod client;
 mod connection;
+mod names;
 mod outbox;
 mod place;
 pub mod protocol;
 mod server;
+#[cfg(test)]
+mod tests;
 mod wire;
 
 pub use client::{Calls, Client, ClientError, Message, Stopper};
+pub use names::Names;
 pub use outbox::{Fed, Feed, Outbox};
 pub use place::{Claim, Found, Name, NameError, Place, PlaceError};
 pub use server::{Answer, Command, Server, TraceWanted};

@@ -341,7 +341,7 @@ impl PadState {
 }
 
 /// A trace has begun.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Armed {
     /// The kernel's release.
     pub release: String,

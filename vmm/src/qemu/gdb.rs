@@ -163,6 +163,16 @@ impl Gdb {
         }
     }
 
+    /// Has a vCPU of the guest that stands execute one instruction.
+    ///
+    /// # Errors
+    /// What the peer says.
+    pub(super) fn step(&mut self, vcpu: usize) -> Result<(), GdbError> {
+        let thread = self.threads.get(vcpu).ok_or(GdbError::NoVcpu(vcpu))?;
+        self.send(format!("vCont;s:{thread}").as_bytes())?;
+        self.until_stopped(Instant::now() + PATIENCE)
+    }
+
     /// Lets the guest go.
     ///
     /// # Errors

@@ -277,6 +277,10 @@ impl Stopped for Standstill<'_> {
         }
     }
 
+    fn step(&mut self, vcpu: usize) -> Result<(), StopError> {
+        self.gdb.step(vcpu).map_err(|error| self.guest.failed("step a vCPU", error))
+    }
+
     fn resume(mut self: Box<Self>) -> Result<StopTimes, StopError> {
         self.release()
     }

@@ -2,16 +2,17 @@
 
 use std::ops::Range;
 
-use super::paging::AddressSpace;
+use super::paging::{AddressSpace, TableFormat};
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout,
-    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, SLOT_LEN, Unpaged,
+    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
+    PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod returns;
 mod trampoline;
 
 /// The s390x architecture.
@@ -19,11 +20,17 @@ mod trampoline;
 pub struct S390X;
 
 /// Where every CPU's lowcore has the CPU's number: `cpu_nr` of struct lowcore
-/// (arch/s390/include/asm/lowcore.h), at this address in 6.1, 6.12 and 7.2.
-const LOWCORE_CPU_NR: i32 = 0x3a0;
+/// (arch/s390/include/asm/lowcore.h), at this distance in 6.1, 6.12 and 7.2. The lowcore is at 0, or
+/// with the parameter `relocate_lowcore` (since 6.12) at `LOWCORE_ALT_ADDRESS`, and nothing at 0.
+const LOWCORE_CPU_NR: [i32; 2] = [0x3a0, 0x7_0000 + 0x3a0];
 
-/// Where the image of a kernel that was not moved begins.
+/// Where the image of a kernel that was not moved begins: up to 6.9, where addresses are those of
+/// memory.
 const DEFAULT_BASE: Gva = Gva(0x10_0000);
+
+/// The same since (`CONFIG_KERNEL_IMAGE_BASE`, its default). Such kernels always move themselves, without
+/// KASLR to the end of their address space.
+const HIGH_BASE: Gva = Gva(0x3ff_e000_0000);
 
 /// How far the region begins below the kernel's text: the end of the area of modules, which the
 /// kernel fills from its beginning.
@@ -48,12 +55,19 @@ impl Arch for S390X {
         &[]
     }
 
-    fn image_window(&self) -> ImageWindow {
+    fn image_window(&self, _format: &TableFormat) -> ImageWindow {
         ImageWindow {
             range: DEFAULT_BASE..Gva(1 << 53),
             align: paging::SEGMENT,
-            default_base: DEFAULT_BASE,
+            text: paging::TEXT,
+            least: paging::SEGMENT,
+            first_symbol: "_text",
+            in_front: 0,
         }
+    }
+
+    fn linked_at(&self, _format: &TableFormat, version: (u32, u32)) -> Gva {
+        if version < (6, 10) { DEFAULT_BASE } else { HIGH_BASE }
     }
 
     fn pad_len(&self) -> usize {
@@ -84,8 +98,17 @@ impl Arch for S390X {
         pads::slot(at, bytes)
     }
 
-    fn is_slot_of(&self, at: Gva, slot: &[u8; SLOT_LEN]) -> bool {
-        pads::is_slot_of(at, slot)
+    fn pad_slots(&self) -> Option<PadSlots> {
+        Some(PadSlots {
+            begin: "__ftrace_hotpatch_trampolines_start",
+            end: "__ftrace_hotpatch_trampolines_end",
+            len: pads::WHOLE_SLOT,
+            code: paging::CODE,
+        })
+    }
+
+    fn pad_of_slot(&self, slot: &[u8; SLOT_LEN]) -> Option<Gva> {
+        pads::of_slot(slot)
     }
 
     fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
@@ -109,28 +132,20 @@ impl Arch for S390X {
         paging::region_leaf(gpa, access)
     }
 
-    fn is_return_thunk(&self, _name: &str) -> bool {
-        // `br` through an expoline is for the guest's own branches; the trampoline's register is
-        // not one that user space chose.
-        false
+    fn is_return_thunk(&self, name: &str) -> bool {
+        returns::is_thunk(name)
     }
 
     fn return_thunk_variable(&self) -> Option<&'static str> {
         None
     }
 
-    fn count_returns(&self, text: &[u8], _at: Gva, thunks: &[Gva]) -> ReturnCount {
-        // br %r14
-        let plain = text.chunks_exact(2).filter(|parcel| *parcel == [0x07, 0xfe]).count();
-        ReturnCount { plain, through: vec![0; thunks.len()] }
+    fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
+        returns::count(text, at, thunks)
     }
 
-    fn fixed_cpu_number(&self) -> Option<i32> {
-        Some(LOWCORE_CPU_NR)
-    }
-
-    fn cpu_number_variables(&self) -> &'static [PerCpuVariable] {
-        &[]
+    fn cpu_number(&self) -> CpuNumber {
+        CpuNumber::Fixed(&LOWCORE_CPU_NR)
     }
 
     fn records_whole_callers(&self) -> bool {

@@ -123,14 +123,17 @@ pub(super) fn slot(at: Gva, bytes: &[u8]) -> Option<Gva> {
     }
 }
 
-/// Whether `slot` (struct ftrace_hotpatch_trampoline of arch/s390/include/asm/ftrace.lds.h) leads
-/// back behind the pad at `at`.
-pub(super) fn is_slot_of(at: Gva, slot: &[u8; SLOT_LEN]) -> bool {
-    slot.starts_with(&SLOT_CALL) && slot[8..] == (at + LEN as u64).0.to_be_bytes()
+/// The length of a slot: struct ftrace_hotpatch_trampoline of arch/s390/include/asm/ftrace.lds.h.
+pub(super) const WHOLE_SLOT: u64 = 24;
+
+/// The pad that `slot` leads back behind.
+pub(super) fn of_slot(slot: &[u8; SLOT_LEN]) -> Option<Gva> {
+    let rest = u64::from_be_bytes(*slot.last_chunk()?);
+    (slot.starts_with(&SLOT_CALL)).then(|| Gva(rest) - LEN as u64)
 }
 
 /// Where a relative-long branch at `at` goes.
-fn branch_target(at: Gva, displacement: [u8; 4]) -> Gva {
+pub(super) fn branch_target(at: Gva, displacement: [u8; 4]) -> Gva {
     at + (i64::from(i32::from_be_bytes(displacement)) * 2) as u64
 }
 
@@ -276,10 +279,10 @@ mod tests {
         let mut bytes = [0; SLOT_LEN];
         bytes[..2].copy_from_slice(&[0xc0, 0x15]);
         bytes[8..].copy_from_slice(&(AT + 6).0.to_be_bytes());
-        assert!(is_slot_of(AT, &bytes));
-        assert!(!is_slot_of(AT + 8, &bytes));
+        assert_eq!(of_slot(&bytes), Some(AT));
         bytes[1] = 0x05;
-        assert!(!is_slot_of(AT, &bytes));
+        assert_eq!(of_slot(&bytes), None);
+        assert_eq!(of_slot(&[0; SLOT_LEN]), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! there are. Linux makes every table at its full length.
 
 use crate::addr::Gpa;
-use crate::arch::paging::{AddressSpace, Bits, Level, TableFormat};
+use crate::arch::paging::{AddressSpace, Bits, HighBits, Level, TableFormat};
 use crate::arch::{Access, ByteOrder, Unpaged};
 use crate::machine::S390xRegisters;
 
@@ -35,6 +35,13 @@ const PTE_INVALID: u64 = 0x400;
 const PTE_READ_ONLY: u64 = 0x200;
 const PTE_NO_EXECUTE: u64 = 0x100;
 const PTE_RESERVED: u64 = 0x800;
+
+/// What tells the leaves that map code.
+pub(super) const CODE: Bits = Bits { mask: PTE_NO_EXECUTE, value: 0 };
+
+/// What tells the leaves that map kernel text: read-only and executable. The bits are the same in
+/// leaves of every size.
+pub(super) const TEXT: Bits = Bits { mask: PTE_READ_ONLY | PTE_NO_EXECUTE, value: PTE_READ_ONLY };
 
 static LEVELS: [Level; 5] = [
     region("region-first-table entry", 53, 3, None),
@@ -94,7 +101,7 @@ const fn format(name: &'static str, va_bits: u32, first: usize) -> TableFormat {
         name,
         byte_order: ByteOrder::Big,
         va_bits,
-        sign_extended: false,
+        above: HighBits::Zeros,
         levels: LEVELS_OF[first],
     }
 }

@@ -6,12 +6,14 @@
 //! area that every caller provides. As on other architectures the slot is reserved first, then the
 //! clock is read, and the sequence number is stored last: this processor keeps stores in order.
 //!
+//! It goes back by `br`, as the guest's functions return, or from an expoline where they do.
+//!
 //! The slot is reserved by compare-and-swap, which every processor has; interlocked addition needs a
 //! facility that the oldest ones lack, and would not be told of by any kernel's symbols.
 
 use super::pads::halfwords;
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach};
+use crate::arch::{Logger, OutOfReach, ReturnForm};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// The code, to be placed at `at`.
@@ -65,14 +67,17 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
 
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
     code.extend([0xb9, 0x04, 0x00, 0x10]); //             lgr %r1,%r0: `br %r0` branches nowhere
-    match logger.resume {
-        0 => code.extend([0x07, 0xf1]), //                br %r1
-        resume => {
-            let [high, low] = resume.to_be_bytes();
-            debug_assert!(high < 16, "a displacement has twelve bits");
-            code.extend([0x47, 0xf0, 0x10 | high, low]); // b resume(%r1)
-        }
+    if logger.resume != 0 {
+        let [high, low] = logger.resume.to_be_bytes();
+        debug_assert!(high < 16, "a displacement has twelve bits");
+        code.extend([0x41, 0x10, 0x10 | high, low]); //   la %r1,resume(%r1)
     }
+    if let ReturnForm::Thunk(_) = logger.returns {
+        // What the guest's thunks do; theirs for %r1 need not be where its functions' for %r14 is.
+        code.extend([0xc6, 0x00, 0x00, 0x00, 0x00, 0x05]); // exrl %r0,1f
+        code.extend([0xa7, 0xf4, 0x00, 0x00]); //         j .
+    }
+    code.extend([0x07, 0xf1]); //                      1: br %r1
     Ok(code)
 }
 
@@ -95,7 +100,6 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::ReturnForm;
     use crate::region::RingLayout;
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
@@ -170,7 +174,20 @@ mod tests {
     fn a_function_goes_on_behind_its_block() {
         let logger = Logger { resume: 18, ..logger(AT + (2 << 20)) };
         let code = assemble(&logger, AT).unwrap();
-        assert_eq!(listing(&code).last().unwrap(), "b 0x12(%r1)");
+        let listing = listing(&code);
+        assert_eq!(listing[listing.len() - 2..], ["la %r1, 0x12(%r1)", "br %r1"]);
+    }
+
+    #[test]
+    fn where_functions_return_through_thunks_the_last_branch_is_executed_from_elsewhere() {
+        let returns = ReturnForm::Thunk(Gva(0x10_0000));
+        let code = assemble(&Logger { returns, ..logger(AT + (2 << 20)) }, AT).unwrap();
+        let listing = listing(&code);
+        let [.., execute, trap, branch] = listing.as_slice() else { panic!("{listing:?}") };
+        let end = AT.0 + code.len() as u64;
+        assert_eq!(*execute, format!("exrl %r0, {:#x}", end - 2));
+        assert_eq!(*trap, format!("j {:#x}", end - 6));
+        assert_eq!(branch, "br %r1");
     }
 
     #[test]

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use super::paging::AddressSpace;
+use super::paging::{AddressSpace, Bits, TableFormat};
 use super::{
-    Access, Arch, ByteOrder, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadState,
-    Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
+    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
+    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -44,13 +44,20 @@ impl Arch for X86_64 {
         &["init_top_pgt", "swapper_pg_dir"]
     }
 
-    fn image_window(&self) -> ImageWindow {
+    fn image_window(&self, _format: &TableFormat) -> ImageWindow {
         ImageWindow {
             range: IMAGE_WINDOW,
             align: paging::LARGE_PAGE,
-            // CONFIG_PHYSICAL_START, 16 MiB in every distribution's kernel.
-            default_base: IMAGE_WINDOW.start + 0x100_0000,
+            text: Bits::ANY,
+            least: paging::LARGE_PAGE,
+            first_symbol: "_text",
+            in_front: 0,
         }
+    }
+
+    fn linked_at(&self, _format: &TableFormat, _version: (u32, u32)) -> Gva {
+        // CONFIG_PHYSICAL_START, 16 MiB in every distribution's kernel.
+        IMAGE_WINDOW.start + 0x100_0000
     }
 
     fn pad_len(&self) -> usize {
@@ -108,13 +115,13 @@ impl Arch for X86_64 {
         returns::count(text, at, thunks)
     }
 
-    fn cpu_number_variables(&self) -> &'static [PerCpuVariable] {
+    fn cpu_number(&self) -> CpuNumber {
         // `cpu_number` is a variable of its own up to 6.1 and again from 6.15; between, it is the
         // third field of struct pcpu_hot (arch/x86/include/asm/current.h).
-        &[
+        CpuNumber::PerCpu(&[
             PerCpuVariable { symbol: "cpu_number", offset: 0 },
             PerCpuVariable { symbol: "pcpu_hot", offset: 12 },
-        ]
+        ])
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {

@@ -2,7 +2,7 @@
 //! chapter 5), and the leaves that map the region.
 
 use crate::addr::Gpa;
-use crate::arch::paging::{AddressSpace, Bits, Level, TableFormat};
+use crate::arch::paging::{AddressSpace, Bits, HighBits, Level, TableFormat};
 use crate::arch::{Access, ByteOrder, Unpaged};
 use crate::machine::X86Registers;
 
@@ -57,7 +57,7 @@ pub static FOUR_LEVELS: TableFormat = TableFormat {
     name: "x86_64 4-level",
     byte_order: ByteOrder::Little,
     va_bits: 48,
-    sign_extended: true,
+    above: HighBits::AsHighest,
     levels: LEVELS.split_at(1).1,
 };
 
@@ -66,7 +66,7 @@ pub static FIVE_LEVELS: TableFormat = TableFormat {
     name: "x86_64 5-level",
     byte_order: ByteOrder::Little,
     va_bits: 57,
-    sign_extended: true,
+    above: HighBits::AsHighest,
     levels: &LEVELS,
 };
 

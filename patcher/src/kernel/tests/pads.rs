@@ -1,5 +1,5 @@
 use super::{call, every_kind, guest};
-use crate::addr::Gva;
+use crate::addr::{Gpa, Gva};
 use crate::kernel::{Refusal, Refused};
 use crate::synthetic::{Blueprint, Guest, TableOrder};
 
@@ -162,7 +162,7 @@ fn a_record_that_is_listed_twice_is_one_pad_and_in_use_if_either_is() {
 }
 
 #[test]
-fn without_the_lists_symbol_the_same_records_are_found_by_what_they_hold() {
+fn without_the_lists_symbol_the_same_records_are_found_by_what_leads_to_them() {
     for order in TableOrder::ALL {
         let mut guest = Guest::new(&Blueprint { order, ..Blueprint::default() });
         let listed = guest.kernel().pads(&guest.ram).unwrap();
@@ -175,14 +175,27 @@ fn without_the_lists_symbol_the_same_records_are_found_by_what_they_hold() {
 }
 
 #[test]
-fn pages_that_merely_look_like_records_are_not_taken_for_them() {
+fn of_several_variables_that_lead_to_records_the_first_of_the_list_counts() {
     let mut guest = guest();
     guest.rename_symbol("ftrace_pages_start", "something_else_here");
     let before = guest.kernel().pads(&guest.ram).unwrap().sites.len();
-    // Ascending addresses of text, as in a table of exceptions, but none of a pad.
-    let page = guest.direct(crate::addr::Gpa(0x1f0_0000));
+    // One to the list's last group, and one to a group of ascending addresses of text that are no
+    // pads, as in a table of exceptions.
+    let spare = guest.symbol("linux_banner") - 16;
+    let last = guest.record_groups.last().unwrap().descriptor;
+    let fake = guest.direct(Gpa(0x1f0_0000));
+    guest.poke_u64(spare, last.0);
+    guest.poke_u64(spare + 8, fake.0);
+    let records = fake + 0x1000;
+    guest.poke_u64(fake + 8, records.0);
+    guest.poke(fake + 16, &[0, 1, 0, 0, 10, 0, 0, 0]);
     for index in 0..256 {
-        guest.poke_u64(page + 16 * index, guest.functions[0].entry.0 + 21 + 64 * index);
+        guest.poke_u64(records + 16 * index, guest.functions[0].entry.0 + 32 + 64 * index);
     }
     assert_eq!(guest.kernel().pads(&guest.ram).unwrap().sites.len(), before);
+    // With the variable gone, there is nothing but the last group.
+    guest.poke_u64(guest.symbol("something_else_here"), 0);
+    let left = guest.record_groups.last().unwrap().count;
+    let pads = guest.kernel().pads(&guest.ram).unwrap();
+    assert_eq!(pads.sites.len() + pads.refused.len(), left);
 }

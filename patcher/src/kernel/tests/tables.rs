@@ -4,7 +4,9 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use crate::addr::{Gpa, Gva};
-use crate::arch::ByteOrder;
+use crate::arch::x86_64::X86_64;
+use crate::arch::x86_64::paging::FOUR_LEVELS;
+use crate::arch::{Arch, ByteOrder};
 use crate::kernel::image::Image;
 use crate::kernel::kallsyms::{KallsymsError, decode};
 use crate::kernel::symbols::Symbols;
@@ -22,7 +24,8 @@ fn image(bytes: &[u8]) -> (GuestMemoryMmap<()>, Image) {
 
 fn decode_bytes(bytes: &[u8], order: ByteOrder) -> Result<Symbols, KallsymsError> {
     let (ram, image) = image(bytes);
-    decode(&ram, &image, order)
+    let window = X86_64.image_window(&FOUR_LEVELS);
+    decode(&ram, &image, &window, order)
 }
 
 fn specs(count: u64) -> Vec<SymbolSpec> {

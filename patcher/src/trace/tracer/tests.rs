@@ -1,10 +1,12 @@
 use std::io::ErrorKind;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, VolatileMemory};
 
 use super::*;
+use crate::machine::{RegionWindow, Registers, StopError, Stopped, TextWrite, TextWriteError};
+use crate::mem::PhysMem;
 use crate::region::RECORD_BYTES;
 use crate::synthetic::{Blueprint, Guest};
 use crate::trace::filter::Glob;
@@ -308,5 +310,120 @@ proptest! {
             check(end(&mut tracer, client), &expected);
         }
         prop_assert!((2..12).all(|function| !traced.is_armed(function)));
+    }
+}
+
+/// A machine on which one thing fails, counted over everything that changes the guest.
+struct Faulty<'g> {
+    guest: &'g Guest,
+    left: AtomicUsize,
+}
+
+impl Faulty<'_> {
+    fn strikes(&self) -> bool {
+        self.left.fetch_sub(1, Ordering::Relaxed) == 0
+    }
+
+    fn has_struck(&self) -> bool {
+        self.left.load(Ordering::Relaxed) > usize::MAX / 2
+    }
+
+    fn error(&self) -> StopError {
+        StopError::Engine { what: "do it", source: io::Error::other("injected") }
+    }
+}
+
+impl Machine for Faulty<'_> {
+    fn ram(&self) -> &dyn PhysMem {
+        self.guest.ram()
+    }
+
+    fn vcpus(&self) -> usize {
+        self.guest.vcpus()
+    }
+
+    fn region_code(&self) -> RegionWindow<'_> {
+        self.guest.region_code()
+    }
+
+    fn region_rings(&self) -> RegionWindow<'_> {
+        self.guest.region_rings()
+    }
+
+    fn clock_hz(&self) -> u64 {
+        self.guest.clock_hz()
+    }
+
+    fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {
+        self.guest.sample(vcpu)
+    }
+
+    fn stop(&self) -> Result<Box<dyn Stopped + '_>, StopError> {
+        match self.strikes() {
+            true => Err(self.error()),
+            false => Ok(Box::new(FaultyStop(self, self.guest.stop()?))),
+        }
+    }
+}
+
+struct FaultyStop<'f>(&'f Faulty<'f>, Box<dyn Stopped + 'f>);
+
+impl Stopped for FaultyStop<'_> {
+    fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError> {
+        self.1.registers(vcpu)
+    }
+
+    fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
+        for (index, write) in writes.iter().enumerate() {
+            if self.0.strikes() {
+                return Err(TextWriteError { index, at: write.at, reason: "injected".into() });
+            }
+            self.1.write_text(std::slice::from_ref(write))?;
+        }
+        Ok(())
+    }
+
+    fn resume(self: Box<Self>) -> Result<StopTimes, StopError> {
+        let times = self.1.resume()?;
+        if self.0.strikes() { Err(self.0.error()) } else { Ok(times) }
+    }
+}
+
+#[test]
+fn whatever_fails_once_the_union_is_armed_and_in_the_end_nothing() {
+    for nth in 0.. {
+        let traced = Traced::new();
+        let machine = Faulty { guest: &traced.guest, left: nth.into() };
+        let mut tracer: Tracer<'_, ()> =
+            Tracer::new(&machine, &traced.kernel, &traced.region).unwrap();
+        let mut wanted: Vec<(ClientId, Vec<usize>)> = Vec::new();
+        let mut failures = 0;
+        for (globs, functions) in [
+            (&["vfs_*"][..], vec![0, 1]),
+            (&["vfs_read", "function_00002", "function_00003"], vec![0, 2, 3]),
+            (&["function_0000[34]"], vec![3, 4]),
+        ] {
+            let selection = tracer.select(&only(globs)).unwrap();
+            match tracer.add(&selection, ()) {
+                Ok((client, _)) => wanted.push((client, functions)),
+                Err(_) => failures += 1,
+            }
+            let is_wanted = |function| wanted.iter().any(|(_, all)| all.contains(&function));
+            assert!((0..6).all(|f| traced.is_armed(f) == is_wanted(f)), "adding, fault {nth}");
+        }
+        while let Some((client, _)) = wanted.pop() {
+            failures += usize::from(tracer.remove(client).is_err());
+            tracer.finish(client, |(), _| Ok(()));
+            let is_wanted = |function| wanted.iter().any(|(_, all)| all.contains(&function));
+            // What could not be put back is put back with the next one that goes.
+            assert!((0..6).all(|f| traced.is_armed(f) || !is_wanted(f)), "removing, fault {nth}");
+        }
+        drop(tracer);
+        assert!((0..6).all(|function| !traced.is_armed(function)), "the end, fault {nth}");
+        if !machine.has_struck() {
+            assert_eq!(failures, 0);
+            assert!(nth > 12, "only {nth} things were made to fail");
+            return;
+        }
     }
 }

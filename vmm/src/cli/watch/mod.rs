@@ -19,6 +19,7 @@ use super::say;
 
 mod answers;
 mod service;
+mod writer;
 
 use answers::{Desk, Phase};
 use service::Service;
@@ -238,6 +239,8 @@ impl Watcher<'_> {
             service.pass(panic.has_panicked(), tracing);
         }
         tracing.clear();
+        // From here on whoever reads the trace is not waited for much longer.
+        self.stop.store(true, Ordering::SeqCst);
         let ended = service.end(panic.has_panicked());
         self.watched.summary = ended.own;
         if let (Some(error), Some(name)) = (ended.failure, name) {

@@ -12,7 +12,7 @@ use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
-use patcher::trace::sink::{Event, Sink};
+use patcher::trace::sink::Sink;
 use patcher::trace::tracer::{ArmError, Armed, ClientId, DisarmError, Summary, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Pad, Refusal, RefusalKind, State, Totals, TraceInfo, TraceRequest,
@@ -20,6 +20,7 @@ use vmm::control::protocol::{
 use vmm::control::{Command, Outbox, TraceWanted};
 
 use super::answers::{Desk, list};
+use super::writer::Writer;
 use super::{LOOK, broken, filter};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
@@ -34,30 +35,6 @@ const MANY: usize = 4096;
 
 /// How often the last records are looked for at the end.
 const LAST_LOOK: Duration = Duration::from_millis(5);
-
-/// Where a trace goes.
-enum Output {
-    /// Where the run's own options say.
-    Own(Records),
-    /// To a client.
-    Client(Outbox),
-}
-
-impl Output {
-    fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
-        match self {
-            Output::Own(records) => records.event(event),
-            Output::Client(outbox) => outbox.event(event),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        match self {
-            Output::Own(records) => records.flush(),
-            Output::Client(outbox) => outbox.flush(),
-        }
-    }
-}
 
 /// A trace that goes on.
 struct Trace {
@@ -95,8 +72,10 @@ pub struct Service<'m> {
     desk: &'m Desk,
     /// Made when the first trace is wanted: until then the guest is not touched.
     region: Option<MappedRegion>,
-    tracer: Option<Tracer<'m, Output>>,
+    tracer: Option<Tracer<'m, Outbox>>,
     traces: Vec<Trace>,
+    /// Writes the run's own trace.
+    writer: Option<Writer>,
     own_failed: bool,
     ended: Ended,
 }
@@ -110,6 +89,7 @@ impl<'m> Service<'m> {
             region: None,
             tracer: None,
             traces: Vec::new(),
+            writer: None,
             own_failed: false,
             ended: Ended { own: None, failure: None, disarmed: Ok(()) },
         }
@@ -124,7 +104,8 @@ impl<'m> Service<'m> {
         let tracer = self.tracer()?;
         let selection = tracer.select(filter)?;
         records.begin(machine.vcpus()).map_err(|error| broken(error, records.name()))?;
-        let (client, armed) = tracer.add(&selection, Output::Own(records))?;
+        let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
+        let (client, armed) = tracer.add(&selection, outbox)?;
         say(report::armed(&describe(kernel, machine, &selection, &armed)));
         let patterns = |globs: &[Glob]| globs.iter().map(|glob| glob.pattern().into()).collect();
         let request = TraceRequest {
@@ -132,6 +113,7 @@ impl<'m> Service<'m> {
             filter: patterns(&filter.only),
             notrace: patterns(&filter.except),
         };
+        self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
     }
@@ -143,7 +125,7 @@ impl<'m> Service<'m> {
     }
 
     /// The tracer, made if there is none yet.
-    fn tracer(&mut self) -> Result<&mut Tracer<'m, Output>> {
+    fn tracer(&mut self) -> Result<&mut Tracer<'m, Outbox>> {
         let region =
             match &mut self.region {
                 Some(region) => region,
@@ -166,7 +148,7 @@ impl<'m> Service<'m> {
     pub fn pass(&mut self, panicked: bool, progress: &mut Progress) {
         let mut taken = 0;
         if let Some(tracer) = self.tracer.as_mut().filter(|_| !self.traces.is_empty()) {
-            taken = tracer.drain(Output::event);
+            taken = tracer.drain(Outbox::event);
             self.hand_on();
             self.end_what_is_over();
             self.show(progress);
@@ -187,11 +169,9 @@ impl<'m> Service<'m> {
         for trace in &self.traces {
             let Some(progress) = tracer.progress(trace.client) else { continue };
             let (missed, mut failed) = (progress.missed, progress.failure.is_some());
-            if let Some(output) = tracer.sink_mut(trace.client) {
-                if let Output::Client(outbox) = output {
-                    outbox.missed(missed);
-                }
-                if let Err(error) = output.flush() {
+            if let Some(outbox) = tracer.sink_mut(trace.client) {
+                outbox.missed(missed);
+                if let Err(error) = outbox.flush() {
                     failed = true;
                     tracer.fail(trace.client, error);
                 }
@@ -218,8 +198,11 @@ impl<'m> Service<'m> {
                 tracer.is_settled(trace.client) || ending.since.elapsed() >= LAST_RECORDS
             })
         };
-        let (over, rest) = std::mem::take(&mut self.traces).into_iter().partition(is_over);
+        let traces = std::mem::take(&mut self.traces).into_iter();
+        let (mut over, rest): (Vec<Trace>, Vec<Trace>) = traces.partition(is_over);
         self.traces = rest;
+        // The run's own is waited for until it is written, which is nobody else's business.
+        over.sort_by_key(|trace| trace.pid.is_none());
         over.into_iter().for_each(|trace| self.finish(trace));
     }
 
@@ -237,28 +220,20 @@ impl<'m> Service<'m> {
     /// Gives the last events, and tells what the trace came to.
     fn finish(&mut self, trace: Trace) {
         let finished =
-            self.tracer.as_mut().and_then(|tracer| tracer.finish(trace.client, Output::event));
+            self.tracer.as_mut().and_then(|tracer| tracer.finish(trace.client, Outbox::event));
         let (Some(finished), Some(ending)) = (finished, trace.ending) else { return };
         let summary = finished.summary;
-        match finished.sink {
-            Output::Own(mut records) => {
-                let entries = summary.events + summary.dropped();
-                let written = match finished.failure {
-                    Some(error) => Err(error),
-                    None => records.end(summary.events, entries),
-                };
-                self.ended.failure = written.err();
-                self.ended.own = Some((summary, ending.lasted));
-                self.ended.disarmed = ending.disarmed;
-            }
-            Output::Client(outbox) => {
-                let error = ending.disarmed.as_ref().err().map(ToString::to_string);
-                if self.ended.disarmed.is_ok() && ending.reason != EndReason::Stopped {
-                    self.ended.disarmed = ending.disarmed;
-                }
-                let (reason, lasted) = (ending.reason, ending.lasted);
-                outbox.end(End { reason, error, totals: Totals::from(&summary), lasted });
-            }
+        let error = ending.disarmed.as_ref().err().map(ToString::to_string);
+        let (reason, lasted) = (ending.reason, ending.lasted);
+        finished.sink.end(End { reason, error, totals: Totals::from(&summary), lasted });
+        if trace.pid.is_none() {
+            self.ended.failure = self.writer.take().and_then(|writer| writer.finish().err());
+            self.ended.own = Some((summary, lasted));
+        }
+        // Whoever stops a trace is told by its end; all others by the run's.
+        let is_told = trace.pid.is_some() && reason == EndReason::Stopped;
+        if self.ended.disarmed.is_ok() && !is_told {
+            self.ended.disarmed = ending.disarmed;
         }
     }
 
@@ -277,7 +252,7 @@ impl<'m> Service<'m> {
         clients.into_iter().for_each(|client| self.begin_end(client, reason));
         while !self.traces.is_empty() {
             if let Some(tracer) = &mut self.tracer {
-                tracer.drain(Output::event);
+                tracer.drain(Outbox::event);
             }
             self.end_what_is_over();
             if !self.traces.is_empty() {
@@ -368,7 +343,7 @@ impl<'m> Service<'m> {
                 };
                 Refusal::new(kind, error.to_string())
             })?;
-        let added = tracer.add(&selection, Output::Client(outbox));
+        let added = tracer.add(&selection, outbox);
         let (client, armed) = added.map_err(|error| {
             let kind = match error {
                 ArmError::TooManyClients => RefusalKind::Busy,

@@ -1,0 +1,213 @@
+//! The code that a traced aarch64 function calls: it writes one ring record and returns.
+//!
+//! A site's pad becomes `bl` to this code, so `x30` holds the address behind the pad and `x9`, by the
+//! instruction in front of it, that of the caller. `x16` and `x17` are free at a function's entry, as
+//! a veneer between it and its caller may use them. All others are kept on the stack; no instruction
+//! here touches the flags.
+//!
+//! * The CPU's number is read from the current task, which `SP_EL0` names wherever the kernel runs C
+//!   code. The hardware's own number (`MPIDR_EL1`) need not be the kernel's.
+//! * A slot is reserved by an exclusive load and store, which every processor has; the single
+//!   instruction of newer ones (`ldadd`) would be an undefined one on the others. The ring is this
+//!   CPU's own, so hardly anyone interferes.
+//! * `isb` keeps the clock from being read before the slot is reserved.
+//! * The sequence number is stored with release semantics: this processor keeps stores in no order.
+//! * It returns by `ret` with a register, which is no branch that needs a landing pad (BTI), and
+//!   which the return stack of the processor expects after a `bl`.
+
+use crate::addr::Gva;
+use crate::arch::{Logger, OutOfReach};
+use crate::region::{HEADER_BYTES, RECORD_BYTES};
+
+/// How far `adrp` reaches, in bytes.
+const PAGE_REACH: u64 = 4 << 30;
+
+/// What `adrp` counts in, whatever the size of a page is.
+const PAGE: u64 = 1 << 12;
+
+/// `sp` or the zero register, by instruction.
+const R31: u32 = 31;
+
+/// The code, to be placed at `at`.
+///
+/// # Errors
+/// The rings are not within 4 GiB of `at` or do not begin on a page, or the field that holds the
+/// CPU's number is not within 16 KiB of the current task's beginning.
+pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
+    let rings = &logger.rings;
+    let number = number_offset(logger.cpu_number).ok_or(OutOfReach {
+        from: Gva(0),
+        to: Gva(i64::from(logger.cpu_number).cast_unsigned()),
+        reach: PAGE * 4,
+    })?;
+    let shift = |factor: u64| factor.trailing_zeros();
+    let here = |words: &Vec<u32>| at + 4 * words.len() as u64;
+
+    let mut words = Vec::with_capacity(32);
+    words.push(0xa9be_0000 | pair(10, R31, 11)); //     stp x10, x11, [sp, #-32]!
+    words.push(0xf900_0be0 | 12); //                    str x12, [sp, #16]
+
+    // Reserve: x16 = CPU, x10 = index of the record in that CPU's ring, x11 = the one behind.
+    words.push(0xd538_4100 | 16); //                    mrs x16, sp_el0
+    words.push(0xb940_0000 | number << 10 | 16 << 5 | 16); // ldr w16, [x16, #number]
+    words.push(page_address(here(&words), rings.headers(), 17)?); // adrp x17, headers
+    words.push(add_shifted(17, 17, 16, shift(HEADER_BYTES))); // add x17, x17, x16, lsl #header
+    words.push(0xc85f_7c00 | 17 << 5 | 10); //          ldxr x10, [x17]
+    words.push(0x9100_0400 | 10 << 5 | 11); //          add x11, x10, #1
+    words.push(0xc800_7c00 | 12 << 16 | 17 << 5 | 11); // stxr w12, x11, [x17]
+    words.push(0x35ff_ffa0 | 12); //                    cbnz w12, three instructions back
+
+    // x17 = the slot.
+    words.push(page_address(here(&words), rings.slots(), 17)?); // adrp x17, slots
+    words.push(add_shifted(17, 17, 16, rings.ring_shift().into())); // add x17, x17, x16, lsl #ring
+    let index_bits = rings.index_mask().count_ones();
+    words.push(0x9240_0000 | (index_bits - 1) << 10 | 10 << 5 | 10); // and x10, x10, #slots - 1
+    words.push(add_shifted(17, 17, 10, shift(RECORD_BYTES))); // add x17, x17, x10, lsl #record
+
+    if logger.clock {
+        words.push(0xd503_3fdf); //                     isb
+        words.push(0xd53b_e040 | 16); //                mrs x16, cntvct_el0
+    } else {
+        words.push(0xaa1f_03e0 | 16); //                mov x16, xzr
+    }
+    words.push(0xf900_0000 | 17 << 5 | 16); //          str x16, [x17]            time
+    words.push(0x2901_0000 | pair(30, 17, 9)); //       stp w30, w9, [x17, #8]    function, caller
+    words.push(0xd360_fc00 | 9 << 5 | 16); //           lsr x16, x9, #32
+    words.push(0xb900_1000 | 17 << 5 | 16); //          str w16, [x17, #16]       caller, high half
+    words.push(0x9100_6000 | 17 << 5 | 17); //          add x17, x17, #24
+    words.push(0xc89f_fc00 | 17 << 5 | 11); //          stlr x11, [x17]           sequence
+
+    words.push(0xf940_0be0 | 12); //                    ldr x12, [sp, #16]
+    words.push(0xa8c2_0000 | pair(10, R31, 11)); //     ldp x10, x11, [sp], #32
+    words.push(0x9100_0000 | u32::from(logger.resume) << 10 | 30 << 5 | 16); // add x16, x30, #resume
+    words.push(0xaa09_03e0 | 30); //                    mov x30, x9
+    words.push(0xd65f_0000 | 16 << 5); //               ret x16
+    Ok(words.into_iter().flat_map(u32::to_le_bytes).collect())
+}
+
+/// The operands of an instruction that loads or stores the registers `first` and `second` at the
+/// address in `base`.
+fn pair(first: u32, base: u32, second: u32) -> u32 {
+    second << 10 | base << 5 | first
+}
+
+/// `add to, a, b, lsl #shift`, 64 bits.
+fn add_shifted(to: u32, a: u32, b: u32, shift: u32) -> u32 {
+    0x8b00_0000 | b << 16 | shift << 10 | a << 5 | to
+}
+
+/// `adrp register, to` at `from`.
+fn page_address(from: Gva, to: Gva, register: u32) -> Result<u32, OutOfReach> {
+    let pages = (to.0 / PAGE).wrapping_sub(from.0 / PAGE).cast_signed();
+    // Pages of the highest and the lowest addresses are 2⁵² apart.
+    let pages = pages << 12 >> 12;
+    if !to.0.is_multiple_of(PAGE) || !(-(1 << 20)..1 << 20).contains(&pages) {
+        return Err(OutOfReach { from, to, reach: PAGE_REACH });
+    }
+    let pages = pages as u32 & 0x1f_ffff;
+    Ok(0x9000_0000 | (pages & 3) << 29 | pages >> 2 << 5 | register)
+}
+
+/// The offset of the CPU's number as a load of 32 bits holds it: in units of 4 bytes.
+fn number_offset(offset: i32) -> Option<u32> {
+    let offset = u32::try_from(offset).ok().filter(|offset| offset % 4 == 0)?;
+    (offset / 4 < 1 << 12).then_some(offset / 4)
+}
+
+#[cfg(test)]
+mod tests {
+    use capstone::prelude::*;
+
+    use super::*;
+    use crate::arch::ReturnForm;
+    use crate::region::RingLayout;
+
+    const AT: Gva = Gva(0xffff_924e_9fa0_0000);
+
+    fn logger(base: Gva) -> Logger {
+        Logger {
+            cpu_number: 0x10,
+            rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
+            clock: true,
+            returns: ReturnForm::Plain,
+            resume: 0,
+        }
+    }
+
+    fn listing(code: &[u8]) -> Vec<String> {
+        let capstone =
+            Capstone::new().arm64().mode(arch::arm64::ArchMode::Arm).build().expect("capstone");
+        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
+        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
+        assert_eq!(decoded, code.len(), "the code decodes to its end");
+        instructions
+            .iter()
+            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn the_code_is_what_its_comments_say() {
+        let code = assemble(&logger(AT + (2 << 20)), AT).unwrap();
+        assert_eq!(
+            listing(&code),
+            [
+                "stp x10, x11, [sp, #-0x20]!",
+                "str x12, [sp, #0x10]",
+                "mrs x16, sp_el0",
+                "ldr w16, [x16, #0x10]",
+                "adrp x17, #0xffff924e9fc00000",
+                "add x17, x17, x16, lsl #7",
+                "ldxr x10, [x17]",
+                "add x11, x10, #1",
+                "stxr w12, x11, [x17]",
+                "cbnz w12, #0xffff924e9fa00018",
+                "adrp x17, #0xffff924e9fc10000",
+                "add x17, x17, x16, lsl #25",
+                "and x10, x10, #0xfffff",
+                "add x17, x17, x10, lsl #5",
+                "isb",
+                "mrs x16, cntvct_el0",
+                "str x16, [x17]",
+                "stp w30, w9, [x17, #8]",
+                "lsr x16, x9, #0x20",
+                "str w16, [x17, #0x10]",
+                "add x17, x17, #0x18",
+                "stlr x11, [x17]",
+                "ldr x12, [sp, #0x10]",
+                "ldp x10, x11, [sp], #0x20",
+                "add x16, x30, #0",
+                "mov x30, x9",
+                "ret x16",
+            ]
+        );
+    }
+
+    #[test]
+    fn without_a_clock_the_time_is_zero() {
+        let mut logger = logger(AT + (2 << 20));
+        logger.clock = false;
+        let listing = listing(&assemble(&logger, AT).unwrap());
+        assert!(listing.contains(&"mov x16, xzr".to_owned()), "{listing:?}");
+        assert!(!listing.iter().any(|line| line.starts_with("mrs x16, cnt")), "{listing:?}");
+    }
+
+    #[test]
+    fn rings_on_either_side_are_named() {
+        for base in [AT - (3 << 20), AT + (3 << 30), AT - (3 << 30)] {
+            let listing = listing(&assemble(&logger(base), AT).unwrap());
+            assert_eq!(listing[4], format!("adrp x17, #{:#x}", base.0));
+        }
+    }
+
+    #[test]
+    fn what_no_instruction_can_reach_is_refused() {
+        for far in [AT + (4 << 30), AT - (5 << 30), AT + 0x800] {
+            assert_eq!(assemble(&logger(far), AT).unwrap_err().to, far);
+        }
+        for cpu_number in [-4, 2, 1 << 14] {
+            let logger = Logger { cpu_number, ..logger(AT + (2 << 20)) };
+            assert!(assemble(&logger, AT).is_err(), "{cpu_number}");
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Stock guests of any architecture under QEMU's emulation, and what holds for each of them.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use std::{env, fs, process, thread};
+
+use guest_images::{Architecture, Initramfs, Series, kernel_for};
+use patcher::kernel::{Kernel, Located, MappedRegion, locate};
+use patcher::machine::{Machine, StopError};
+use patcher::trace::filter::Filter;
+use patcher::trace::session::{Selection, Session};
+use patcher::trace::sink::{Event, Sink};
+use vmm::devices::Console;
+use vmm::qemu::{GuestExit, Launch, Qemu};
+
+use crate::guest::{Transcript, complaints, text};
+use crate::lab::{Trace, vmm};
+
+/// Far longer than anything here takes.
+pub const LONG: Duration = Duration::from_secs(180);
+
+/// A directory of a test's own with an initramfs in it, removed when it ends.
+pub struct Folder {
+    path: PathBuf,
+    architecture: Architecture,
+}
+
+impl Folder {
+    /// Makes one for guests of that architecture.
+    ///
+    /// # Panics
+    /// The host refuses, or something that tests need is missing.
+    #[must_use]
+    pub fn new(architecture: Architecture, test: &str) -> Self {
+        let path = env::temp_dir().join(format!("vmm-qemu-{}-{test}", process::id()));
+        fs::create_dir_all(&path).unwrap();
+        let initramfs = Initramfs::for_architecture(architecture).unwrap();
+        fs::write(path.join("initrd"), initramfs.build()).unwrap();
+        Self { path, architecture }
+    }
+
+    /// Where a file of that name is.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// The text of a file, nothing if there is none yet.
+    #[must_use]
+    pub fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap_or_default()
+    }
+
+    /// `vmm run` of a guest with two CPUs, its console in `console`.
+    ///
+    /// # Panics
+    /// There is no such kernel.
+    #[must_use]
+    pub fn run(&self, series: Series, cmdline: &str) -> Command {
+        let mut command = Command::new(vmm());
+        command.args(["run", "--accel", "tcg", "--cpus", "2"]);
+        command.args(["--arch", &self.architecture.to_string(), "--kernel"]);
+        command.arg(kernel_for(self.architecture, series).unwrap().vmlinuz);
+        command.arg("--initrd").arg(self.path("initrd"));
+        command.arg("--console").arg(self.path("console"));
+        command.args(["--cmdline", &format!("quiet {cmdline}")]);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What can't be removed is in a temporary folder anyway.
+        let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Waits until something is done.
+///
+/// # Panics
+/// It is not within [`LONG`].
+pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < LONG, "{what} did not come in {LONG:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Waits for a program's end.
+///
+/// # Panics
+/// It does not end within [`LONG`].
+#[must_use]
+pub fn output(mut child: Child) -> Output {
+    wait_until("the program's end", || child.try_wait().unwrap().is_some());
+    child.wait_with_output().unwrap()
+}
+
+/// What a program said on its standard error.
+#[must_use]
+pub fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Keeps nothing.
+pub struct Nowhere;
+
+impl Sink for Nowhere {
+    fn begin(&mut self, _: usize) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn event(&mut self, _: &Event<'_>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn end(&mut self, _: u64, _: u64) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Waits for the guest's kernel, and until its pads may be written.
+///
+/// # Panics
+/// It does not come within [`LONG`].
+#[must_use]
+pub fn wait_for_kernel(qemu: &Qemu) -> Box<Kernel> {
+    let mut found: Option<Box<Kernel>> = None;
+    wait_until("the kernel", || {
+        if found.is_none() {
+            let registers = qemu.sample(0).unwrap();
+            if let Ok(Located::Found(kernel)) = locate(qemu.ram(), &[registers]) {
+                found = Some(kernel);
+            }
+        }
+        found.as_ref().is_some_and(|kernel| kernel.readiness(qemu.ram()).is_ok())
+    });
+    found.unwrap()
+}
+
+/// Runs a guest by `vmm run` and checks that every call makes one record, with its caller and its CPU.
+///
+/// # Panics
+/// It does not.
+pub fn every_call_makes_one_record(architecture: Architecture, series: Series) {
+    let folder = Folder::new(architecture, &format!("exact-{architecture}-{series}"));
+    let work = "proc-read:/proc/version:10000@0+proc-read:/proc/uptime:10000@1,faults:5000";
+    let mut command = folder.run(series, &format!("vmm.work={work}"));
+    command.args(["--trace", "func", "-f", "*_proc_show", "-f", "handle_mm_fault", "-o"]);
+    let output = output(command.arg(folder.path("trace")).spawn().unwrap());
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    let text = folder.read("trace");
+    let trace = Trace::parse(&text);
+    trace.check();
+    assert_eq!(trace.promised.0, trace.promised.1, "nothing was lost");
+    assert_eq!(trace.count("version_proc_show"), 10_000, "{said}");
+    assert_eq!(trace.count("uptime_proc_show"), 10_000, "{said}");
+    assert!(trace.count("handle_mm_fault") >= 5000, "{said}");
+    for (function, cpu) in [("version_proc_show", 0), ("uptime_proc_show", 1)] {
+        let mut lines = trace.lines.iter().filter(|line| line.function == function);
+        assert!(lines.all(|line| (line.caller, line.cpu) == ("seq_read_iter", cpu)));
+    }
+    assert!(said.contains(" 0 lost"), "{said}");
+    assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+}
+
+/// Boots a guest with two CPUs, both busy, and arms all its functions, at least so many, three times.
+///
+/// # Panics
+/// Its text is not byte for byte what it was afterwards, or the guest notices.
+pub fn every_function_is_armed_and_put_back(
+    architecture: Architecture,
+    series: Series,
+    functions: usize,
+) {
+    let folder = Folder::new(architecture, &format!("all-{architecture}-{series}"));
+    let transcript = Transcript::default();
+    let launch = Launch {
+        cpus: 2,
+        rings: 32 << 20,
+        initrd: Some(folder.path("initrd")),
+        cmdline: "quiet vmm.work=forks:400@0+proc-read:/proc/uptime:40000@1".into(),
+        ..Launch::new(engine(architecture), kernel_for(architecture, series).unwrap().vmlinuz)
+    };
+    let console = Console::new(Box::new(transcript.clone())).unwrap();
+    let qemu = Qemu::launch(&launch, console).unwrap();
+    qemu.start().unwrap();
+    let kernel = wait_for_kernel(&qemu);
+    wait_until("work", || transcript.text().contains("VMM-WORK-BEGIN"));
+    let region = MappedRegion::new(&qemu, &kernel).unwrap();
+    let before = text(&qemu, &kernel).unwrap();
+    let mut events = 0;
+    for _ in 0..3 {
+        let selection = Selection::new(&kernel, &qemu, &Filter::default()).unwrap();
+        let (mut session, armed) = Session::arm(&qemu, &kernel, &region, &selection).unwrap();
+        assert!(armed.functions > functions);
+        let until = Instant::now() + Duration::from_millis(300);
+        while Instant::now() < until {
+            session.drain(&mut Nowhere).unwrap();
+        }
+        session.disarm().unwrap();
+        let (summary, finished) = session.finish(&mut Nowhere);
+        finished.unwrap();
+        println!("{:?}: {} events, stops {:?}", armed, summary.events, summary.stops);
+        assert_eq!(summary.reverted.unwrap().restored, armed.functions);
+        assert_eq!(summary.corrupt, []);
+        assert!(text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
+        events += summary.events;
+    }
+    assert!(events > 0);
+    let exit = qemu.wait(Some(LONG));
+    let text = transcript.text();
+    assert_eq!(exit, Some(GuestExit::PowerOff), "{text}");
+    assert!(text.contains("VMM-DONE") && !text.contains("VMM-WORK-FAILED"), "{text}");
+    assert_eq!(transcript.complaints(), [] as [&str; 0]);
+    assert!(matches!(qemu.stop().map(drop), Err(StopError::Gone)));
+}
+
+/// What the engine calls an architecture.
+#[must_use]
+pub fn engine(architecture: Architecture) -> vmm::qemu::Architecture {
+    match architecture {
+        Architecture::X86_64 => vmm::qemu::Architecture::X86_64,
+        Architecture::S390x => vmm::qemu::Architecture::S390x,
+        Architecture::Aarch64 => vmm::qemu::Architecture::Aarch64,
+    }
+}

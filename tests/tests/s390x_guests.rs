@@ -1,0 +1,25 @@
+//! Stock s390x guests under QEMU's emulation: big-endian, in small pages, with hotpatch pads.
+
+use guest_images::Architecture::S390x;
+use guest_images::Series;
+use tests::emulated::{every_call_makes_one_record, every_function_is_armed_and_put_back};
+
+#[test]
+fn every_call_of_a_6_1_kernel_makes_one_record() {
+    every_call_makes_one_record(S390x, Series::V6_1);
+}
+
+#[test]
+fn every_call_of_a_7_kernel_makes_one_record() {
+    every_call_makes_one_record(S390x, Series::V7);
+}
+
+#[test]
+fn every_function_of_a_6_1_kernel_is_armed_and_put_back_byte_for_byte_while_it_is_busy() {
+    every_function_is_armed_and_put_back(S390x, Series::V6_1, 28_000);
+}
+
+#[test]
+fn every_function_of_a_7_kernel_is_armed_and_put_back_byte_for_byte_while_it_is_busy() {
+    every_function_is_armed_and_put_back(S390x, Series::V7, 34_000);
+}

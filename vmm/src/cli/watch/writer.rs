@@ -1,0 +1,68 @@
+//! Writes the run's own trace in a thread of its own: whoever reads it, and takes his time, holds up
+//! neither the rings nor anybody else's trace.
+
+use std::io;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use patcher::trace::sink::Sink;
+use vmm::control::protocol::Call;
+use vmm::control::{Fed, Feed, Names, Outbox};
+
+use crate::cli::output::Records;
+
+/// How long it is waited for calls at a time.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The thread.
+#[derive(Debug)]
+pub struct Writer(JoinHandle<io::Result<()>>);
+
+impl Writer {
+    /// Writes what is put into the outbox to `records`, which have begun.
+    ///
+    /// # Errors
+    /// The thread can't be had.
+    pub fn start(records: Records) -> io::Result<(Self, Outbox)> {
+        let (outbox, feed) = Outbox::new();
+        let thread = thread::Builder::new()
+            .name("trace-writer".into())
+            .spawn(move || write(records, &feed))?;
+        Ok((Self(thread), outbox))
+    }
+
+    /// Waits until all is written that was put in, and tells whether it could be.
+    ///
+    /// # Errors
+    /// What writing said.
+    pub fn finish(self) -> io::Result<()> {
+        self.0
+            .join()
+            .unwrap_or_else(|_| Err(io::Error::other("the thread that writes has panicked")))
+    }
+}
+
+fn write(mut records: Records, feed: &Feed) -> io::Result<()> {
+    let mut names = Names::default();
+    loop {
+        match feed.next(PATIENCE) {
+            Fed::Batch(batch) => {
+                let calls = batch.calls;
+                names.learn(batch.header.forget, batch.header.names);
+                for call in calls.as_chunks().0 {
+                    // What our own outbox sends refers to names that it has sent.
+                    if let Some(event) = names.event(&Call::decode(call)) {
+                        records.event(&event)?;
+                    }
+                }
+                records.flush()?;
+            }
+            Fed::End(end) => {
+                let entries = end.totals.events + end.totals.dropped();
+                return records.end(end.totals.events, entries);
+            }
+            Fed::Nothing => {}
+            Fed::Gone => return records.flush(),
+        }
+    }
+}

@@ -1,0 +1,524 @@
+//! Both ends of the control socket, with clients and servers that break the rules. No guest is there:
+//! a thread answers in the watcher's place.
+
+use std::collections::HashSet;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+use std::{env, fs, process};
+
+use patcher::trace::sink::{Event, Name as EventName, Sink};
+use patcher::trace::tracer::ClientId;
+use proptest::prelude::*;
+
+use super::outbox::Fed;
+use super::protocol::*;
+use super::server::MAX_CONNECTIONS;
+use super::*;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A server with a thread in the watcher's place.
+struct Guest {
+    place: Place,
+    name: Name,
+    server: Option<Server>,
+    watcher: Option<JoinHandle<()>>,
+    /// The traces that are armed.
+    armed: Arc<Mutex<HashSet<ClientId>>>,
+    /// Where traces' outboxes are handed to the test.
+    outboxes: Receiver<Outbox>,
+}
+
+impl Guest {
+    fn new(test: &str) -> Self {
+        let path: PathBuf = env::temp_dir().join(format!("vmm-control-{}-{test}", process::id()));
+        let place = Place::at(&path);
+        let claim = place.claim(None).unwrap();
+        let name = claim.name().clone();
+        let (server, commands) = Server::start(claim).unwrap();
+        let armed = Arc::new(Mutex::new(HashSet::new()));
+        let (outbox, outboxes) = mpsc::channel();
+        let theirs = Arc::clone(&armed);
+        let watcher = thread::spawn(move || watch(&commands, &theirs, &outbox));
+        Self { place, name, server: Some(server), watcher: Some(watcher), armed, outboxes }
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.place, &self.name).unwrap()
+    }
+
+    fn connect(&self) -> UnixStream {
+        let stream = UnixStream::connect(self.place.socket(&self.name)).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream
+    }
+
+    /// A client that traces, and the outbox through which it is given calls.
+    fn trace(&self) -> (Calls, Outbox) {
+        let mut client = self.client();
+        client.trace(&request(), || false).unwrap().unwrap();
+        (client.into_calls(), self.outboxes.recv_timeout(LONG).unwrap())
+    }
+
+    fn wait_until_nothing_is_armed(&self) {
+        let begun = Instant::now();
+        while !self.armed.lock().unwrap().is_empty() {
+            assert!(begun.elapsed() < LONG, "a trace is left armed");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.server = None;
+        self.watcher.take().unwrap().join().unwrap();
+        let _ = fs::remove_dir_all(self.place.path());
+    }
+}
+
+fn request() -> TraceRequest {
+    TraceRequest { tracer: protocol::Tracer::Func, filter: vec!["a*".into()], notrace: vec![] }
+}
+
+fn status() -> Status {
+    Status {
+        name: "guest".into(),
+        pid: 1,
+        engine: "none".into(),
+        vcpus: 2,
+        state: State::Ready,
+        reason: None,
+        arch: Some("x86_64".into()),
+        release: Some("6.1".into()),
+        traces: 0,
+    }
+}
+
+fn pad(number: u64) -> Pad {
+    Pad {
+        function: format!("function_{number}"),
+        address: Address(u64::MAX - number),
+        prefix: None,
+        state: PadState::Idle,
+        reason: None,
+        traced_by: 0,
+    }
+}
+
+/// Answers as whoever watches a guest does.
+fn watch(
+    commands: &Receiver<Command>,
+    armed: &Mutex<HashSet<ClientId>>,
+    outboxes: &Sender<Outbox>,
+) {
+    let mut ids = client_ids();
+    while let Ok(command) = commands.recv() {
+        match command {
+            Command::Status(answer) => answer.give(Ok(status())),
+            Command::Info(answer) => {
+                answer.give(Ok(Info { status: status(), kernel: None, region: None, who: vec![] }))
+            }
+            Command::Pads(_, answer) => answer.give(Ok((0..1200).map(pad).collect())),
+            Command::Trace(wanted) => {
+                let client = ids.next().unwrap();
+                armed.lock().unwrap().insert(client);
+                let described = Armed {
+                    release: "6.1".into(),
+                    kaslr_offset: -1,
+                    symbols: 1,
+                    pads: 1,
+                    cpus: 2,
+                    functions: 1,
+                    written: 1,
+                    refused: vec![],
+                    stop: Duration::from_micros(3),
+                };
+                // A test that only looks at what is armed has no use for it.
+                let _ = outboxes.send(wanted.outbox);
+                wanted.answer.give(Ok((client, described)));
+            }
+            Command::Stop(client) => {
+                armed.lock().unwrap().remove(&client);
+            }
+        }
+    }
+}
+
+/// Ids of clients, which only a tracer makes.
+fn client_ids() -> impl Iterator<Item = ClientId> {
+    use patcher::kernel::MappedRegion;
+    use patcher::synthetic::{Blueprint, Guest};
+    use patcher::trace::filter::Filter;
+    use patcher::trace::tracer::Tracer;
+
+    let guest: &'static Guest = Box::leak(Box::new(Guest::new(&Blueprint::default())));
+    let kernel: &'static _ = Box::leak(Box::new(guest.kernel()));
+    let region = MappedRegion::new(guest, kernel).unwrap();
+    let mut tracer = Tracer::new(guest, kernel, &region).unwrap();
+    std::iter::from_fn(move || {
+        let selection = tracer.select(&Filter::default()).unwrap();
+        let (client, _) = tracer.add(&selection, ()).unwrap();
+        tracer.remove(client).unwrap();
+        tracer.finish(client, |(), _| Ok(())).map(|_| client)
+    })
+}
+
+fn event(time_ns: u64, function: u64) -> Event<'static> {
+    let (function, caller) = (
+        EventName { id: function, text: NAMES[function as usize] },
+        EventName { id: 9, text: "c" },
+    );
+    Event { time_ns, cpu: 1, function, caller }
+}
+
+const NAMES: [&str; 4] = ["zero", "one", "two", "three"];
+
+/// What a client is given until the end of its trace: times and functions.
+fn received(calls: &mut Calls) -> (Vec<(u64, String)>, End) {
+    let mut all = Vec::new();
+    loop {
+        let take = |event: &Event<'_>| {
+            assert_eq!((event.cpu, event.caller.text), (1, "c"));
+            all.push((event.time_ns, event.function.to_string()));
+        };
+        match calls.next(take).unwrap() {
+            Message::Calls(_) => {}
+            Message::End(end) => return (all, *end),
+        }
+    }
+}
+
+fn end(events: u64) -> End {
+    let totals = Totals { events, ..Totals::default() };
+    End { reason: EndReason::Stopped, error: None, totals, lasted: Duration::from_secs(1) }
+}
+
+/// The error that a server gives last, before it closes the connection.
+fn last_error(stream: &UnixStream) -> RefusalKind {
+    let mut last = None;
+    for line in BufReader::new(stream).lines().map_while(Result::ok) {
+        last = Some(line);
+    }
+    match serde_json::from_str(&last.expect("an answer")) {
+        Ok(Reply::Error(refusal)) => refusal.kind,
+        other => panic!("no error: {other:?}"),
+    }
+}
+
+#[test]
+fn questions_are_answered_one_after_the_other() {
+    let guest = Guest::new("questions");
+    let mut client = guest.client();
+    assert_eq!(client.hello().name, "guest1");
+    assert_eq!(client.status(LONG).unwrap(), status());
+    assert_eq!(client.info(LONG).unwrap().status, status());
+    let pads = client.pads(None, LONG).unwrap();
+    assert_eq!(pads, (0..1200).map(pad).collect::<Vec<_>>());
+    assert_eq!(client.status(LONG).unwrap(), status());
+}
+
+#[test]
+fn a_trace_arrives_whole_and_in_order_and_the_connection_stays() {
+    let guest = Guest::new("trace");
+    let (mut calls, mut outbox) = guest.trace();
+    for time in 0..20_000 {
+        outbox.event(&event(time, time % 4)).unwrap();
+    }
+    outbox.end(end(20_000));
+    let (all, ended) = received(&mut calls);
+    let expected = (0..20_000).map(|time| (time, NAMES[time as usize % 4].to_owned()));
+    assert!(all.into_iter().eq(expected));
+    assert_eq!(ended, end(20_000));
+    assert_eq!(calls.counts(), NAMES.map(|name| (name.to_owned(), 5000)).sorted());
+    guest.wait_until_nothing_is_armed();
+}
+
+/// Sorts names of equal counts, as counts do.
+trait Sorted {
+    fn sorted(self) -> Vec<(String, u64)>;
+}
+
+impl Sorted for [(String, u64); 4] {
+    fn sorted(mut self) -> Vec<(String, u64)> {
+        self.sort();
+        self.into()
+    }
+}
+
+#[test]
+fn whoever_stops_or_goes_leaves_nothing_armed() {
+    let guest = Guest::new("gone");
+    let (calls, _outbox) = guest.trace();
+    let (others, _their_outbox) = guest.trace();
+    assert_eq!(guest.armed.lock().unwrap().len(), 2);
+    drop(calls);
+    let begun = Instant::now();
+    while guest.armed.lock().unwrap().len() > 1 {
+        assert!(begun.elapsed() < LONG, "the trace of a client that has gone stays armed");
+        thread::sleep(Duration::from_millis(1));
+    }
+    others.stopper().unwrap().stop();
+    guest.wait_until_nothing_is_armed();
+}
+
+#[test]
+fn a_client_that_takes_nothing_bounds_what_waits_for_it_and_holds_up_nobody() {
+    let guest = Guest::new("slow");
+    let (mut slow, mut full) = guest.trace();
+    let (mut quick, mut outbox) = guest.trace();
+    let mut refused = 0;
+    for time in 0..1_500_000 {
+        match full.event(&event(time, 0)) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => refused += 1,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert!(refused > 500_000, "only {refused} were refused");
+    outbox.event(&event(7, 1)).unwrap();
+    outbox.end(end(1));
+    assert_eq!(received(&mut quick).0, [(7, "one".to_owned())]);
+    // When it takes again, it is given what had waited, and the rest goes on.
+    full.end(end(1_500_000 - refused));
+    let (all, _) = received(&mut slow);
+    assert_eq!(all.len() as u64, 1_500_000 - refused);
+    assert!(all.is_sorted());
+}
+
+#[test]
+fn a_server_that_ends_tells_those_who_trace() {
+    let mut guest = Guest::new("ends");
+    let (mut calls, mut outbox) = guest.trace();
+    let idle = guest.client();
+    outbox.event(&event(1, 2)).unwrap();
+    outbox.end(end(1));
+    guest.server = None;
+    assert_eq!(received(&mut calls), (vec![(1, "two".into())], end(1)));
+    let mut idle = idle;
+    assert!(matches!(
+        idle.status(LONG),
+        Err(ClientError::Refused(Refusal { kind: RefusalKind::Ended, .. }))
+    ));
+    let gone = Client::connect(&guest.place, &guest.name);
+    assert!(matches!(gone, Err(ClientError::NoGuest { .. })));
+}
+
+#[test]
+fn whoever_breaks_the_rules_is_told_and_turned_away() {
+    let guest = Guest::new("rules");
+    let hello = super::wire::line(&Greeting::default());
+    let after_hello = |line: &str| [&hello[..], line.as_bytes(), b"\n"].concat();
+    let globs = serde_json::to_string(&vec!["a"; MAX_GLOBS + 1]).unwrap();
+    for (said, kind) in [
+        (b"hello\n".to_vec(), RefusalKind::Malformed),
+        (b"{\"vmm\":\"other\",\"versions\":[1]}\n".to_vec(), RefusalKind::Malformed),
+        (b"{\"vmm\":\"control\",\"versions\":[]}\n".to_vec(), RefusalKind::Version),
+        (vec![b' '; MAX_REQUEST + 1], RefusalKind::Malformed),
+        (after_hello("{\"request\":\"trace\",\"tracer\":\"graph\"}"), RefusalKind::Malformed),
+        (after_hello("{\"request\":\"stop\"}"), RefusalKind::Malformed),
+        (after_hello(&"[".repeat(MAX_REQUEST)), RefusalKind::Malformed),
+    ] {
+        let mut stream = guest.connect();
+        stream.write_all(&said).unwrap();
+        assert_eq!(
+            last_error(&stream),
+            kind,
+            "{}",
+            String::from_utf8_lossy(&said[..20.min(said.len())])
+        );
+    }
+    let mut client = guest.client();
+    let many = TraceRequest { filter: serde_json::from_str(&globs).unwrap(), ..request() };
+    let refused = client.trace(&many, || false).unwrap_err();
+    assert!(matches!(refused, ClientError::Refused(r) if r.kind == RefusalKind::Refused));
+    assert_eq!(client.status(LONG).unwrap(), status(), "it may still ask for something else");
+
+    let (calls, _outbox) = guest.trace();
+    let mut stream = calls.stopper().unwrap().into_stream();
+    stream.write_all(b"{\"request\":\"info\"}\n").unwrap();
+    guest.wait_until_nothing_is_armed();
+}
+
+#[test]
+fn connections_are_bounded_and_places_are_given_back() {
+    let guest = Guest::new("many");
+    let clients: Vec<Client> = (0..MAX_CONNECTIONS).map(|_| guest.client()).collect();
+    let refused = Client::connect(&guest.place, &guest.name).unwrap_err();
+    assert!(matches!(refused, ClientError::Refused(r) if r.kind == RefusalKind::Busy));
+    drop(clients);
+    let begun = Instant::now();
+    while Client::connect(&guest.place, &guest.name).is_err() {
+        assert!(begun.elapsed() < LONG, "no place is given back");
+    }
+}
+
+/// Lines that a client might send, and what is none.
+fn words() -> impl Strategy<Value = Vec<u8>> {
+    let lines = [
+        "{\"vmm\":\"control\",\"versions\":[1]}\n",
+        "{\"request\":\"status\"}\n",
+        "{\"request\":\"info\"}\n",
+        "{\"request\":\"pads\",\"glob\":\"*\"}\n",
+        "{\"request\":\"trace\",\"tracer\":\"func\",\"filter\":[\"a*\"]}\n",
+        "{\"request\":\"stop\"}\n",
+    ];
+    let line = prop::sample::select(lines.to_vec()).prop_map(|line| line.as_bytes().to_vec());
+    let mutated = (line.clone(), any::<prop::sample::Index>(), any::<u8>()).prop_map(
+        |(mut line, at, byte)| {
+            let at = at.index(line.len());
+            line[at] = byte;
+            line
+        },
+    );
+    let cut = (line.clone(), any::<prop::sample::Index>()).prop_map(|(mut line, at)| {
+        line.truncate(at.index(line.len()));
+        line
+    });
+    let noise = prop::collection::vec(any::<u8>(), 0..300);
+    let word = prop_oneof![6 => line, 2 => mutated, 1 => cut, 1 => noise];
+    prop::collection::vec(word, 0..6).prop_map(|words| words.concat())
+}
+
+#[test]
+fn whatever_clients_say_the_server_lives_and_nothing_stays_armed() {
+    let guest = Guest::new("fuzz");
+    let config = ProptestConfig { cases: 300, failure_persistence: None, ..Default::default() };
+    let greeted = (any::<bool>(), words());
+    proptest::test_runner::TestRunner::new_with_rng(
+        config,
+        proptest::test_runner::TestRng::deterministic_rng(Default::default()),
+    )
+    .run(&greeted, |(greet, words)| {
+        let mut stream = guest.connect();
+        let hello = if greet { super::wire::line(&Greeting::default()) } else { Vec::new() };
+        // The server may close the connection before all is said.
+        let _ = stream.write_all(&[hello, words].concat());
+        let _ = stream.shutdown(std::net::Shutdown::Write);
+        let mut heard = Vec::new();
+        let _ = stream.read_to_end(&mut heard);
+        drop(stream);
+        // Nobody puts anything into these outboxes.
+        while guest.outboxes.try_recv().is_ok() {}
+        guest.wait_until_nothing_is_armed();
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(guest.client().status(LONG).unwrap(), status());
+}
+
+#[test]
+fn whatever_a_server_says_the_client_ends_with_an_error() {
+    let config = ProptestConfig { cases: 200, failure_persistence: None, ..Default::default() };
+    let replies = [
+        Reply::Hello(Hello { version: 1, name: "a".into(), program: "0".into() }),
+        Reply::Batch(BatchHeader { calls: 2, names: vec!["f".into()], ..Default::default() }),
+        Reply::Batch(BatchHeader { calls: MAX_CALLS + 1, ..Default::default() }),
+        Reply::Batch(BatchHeader { calls: 0, forget: true, ..Default::default() }),
+        Reply::Status(status()),
+        Reply::Done {},
+    ];
+    let lines: Vec<Vec<u8>> = replies.iter().map(super::wire::line).collect();
+    let line = prop::sample::select(lines);
+    let noise = prop::collection::vec(any::<u8>(), 0..100);
+    let zeros = (0_usize..60).prop_map(|len| vec![0; len]);
+    let said = prop::collection::vec(prop_oneof![4 => line, 2 => zeros, 1 => noise], 0..8);
+    proptest::test_runner::TestRunner::new_with_rng(
+        config,
+        proptest::test_runner::TestRng::deterministic_rng(Default::default()),
+    )
+    .run(&said, |said| {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let hello = super::wire::line(&replies[0]);
+        theirs.write_all(&[hello, said.concat()].concat()).unwrap();
+        theirs.shutdown(std::net::Shutdown::Write).unwrap();
+        let name: Name = "a".parse().unwrap();
+        let mut calls = Client::greet(ours, &name).unwrap().into_calls();
+        let mut messages = 0;
+        while calls.next(|event| assert!(event.function.text == "f")).is_ok() {
+            messages += 1;
+            prop_assert!(messages < 100);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn calls_come_out_as_they_were_put_in(
+        time_ns in any::<u64>(), function in any::<u32>(), caller in any::<u32>(), cpu in any::<u16>()
+    ) {
+        let call = Call { time_ns, function, caller, cpu };
+        let mut bytes = Vec::new();
+        call.encode(&mut bytes);
+        prop_assert_eq!(Call::decode(bytes[..].try_into().unwrap()), call);
+    }
+
+    #[test]
+    fn names_are_the_same_on_both_sides_however_calls_are_batched(
+        steps in prop::collection::vec((0_usize..40, any::<bool>()), 1..200)
+    ) {
+        let (mut outbox, feed) = Outbox::new();
+        let texts: Vec<String> = (0..40).map(|id| "n".repeat(1 + id * 200)).collect();
+        for (time, (id, flush)) in (0..).zip(&steps) {
+            let name = EventName { id: *id as u64, text: &texts[*id] };
+            outbox.event(&Event { time_ns: time, cpu: 0, function: name, caller: name }).unwrap();
+            if *flush {
+                outbox.flush().unwrap();
+            }
+        }
+        outbox.end(end(0));
+        let (mut names, mut given): (Vec<String>, Vec<String>) = Default::default();
+        loop {
+            match feed.next(Duration::ZERO) {
+                Fed::Batch(batch) => {
+                    prop_assert!(super::wire::line(&Reply::Batch(batch.header.clone())).len() < MAX_REPLY);
+                    prop_assert_eq!(batch.calls.len(), batch.header.calls * CALL_BYTES);
+                    names.extend(batch.header.names);
+                    for call in batch.calls.as_chunks::<CALL_BYTES>().0 {
+                        let call = Call::decode(call);
+                        prop_assert_eq!(call.time_ns, given.len() as u64);
+                        given.push(names[call.function as usize].clone());
+                    }
+                }
+                Fed::End(_) => break,
+                other => prop_assert!(false, "{other:?}"),
+            }
+        }
+        let expected = steps.iter().map(|(id, _)| texts[*id][..texts[*id].len().min(MAX_NAME)].to_owned());
+        prop_assert!(given.into_iter().eq(expected));
+    }
+}
+
+#[test]
+fn names_beyond_what_is_kept_begin_anew() {
+    let (mut outbox, feed) = Outbox::new();
+    let mut forgotten = 0;
+    let mut in_force = 0;
+    for id in 0..(MAX_NAMES_IN_FORCE as u64 + 10) {
+        let name = EventName { id, text: "x" };
+        outbox.event(&Event { time_ns: id, cpu: 0, function: name, caller: name }).unwrap();
+        if id % 1000 == 0 {
+            outbox.flush().unwrap();
+            while let Fed::Batch(batch) = feed.next(Duration::ZERO) {
+                forgotten += usize::from(batch.header.forget);
+                in_force = if batch.header.forget { 0 } else { in_force };
+                in_force += batch.header.names.len();
+                assert!(in_force <= MAX_NAMES_IN_FORCE);
+            }
+        }
+    }
+    outbox.flush().unwrap();
+    while let Fed::Batch(batch) = feed.next(Duration::ZERO) {
+        forgotten += usize::from(batch.header.forget);
+    }
+    assert_eq!(forgotten, 1);
+}
