@@ -170,3 +170,82 @@ fn find_text(
         _ => Ok(None),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+    use super::*;
+    use crate::arch::Arch;
+    use crate::arch::aarch64::Aarch64;
+    use crate::machine::{Aarch64Registers, Registers};
+
+    /// The lowest address of the window.
+    const LOWEST: Gva = Gva(0xffff_8000_0000_0000);
+    const BLOCK: u64 = 2 << 20;
+
+    /// An aarch64 guest with four levels of tables that has these entries at the lowest addresses of
+    /// the window, for 2 MiB each; the page table at 0x5000 has pages of text in no order.
+    fn guest(entries: &[u64]) -> (GuestMemoryMmap<()>, AddressSpace) {
+        let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
+        let put = |at: u64, entry: u64| {
+            ram.write_slice(&entry.to_le_bytes(), GuestAddress(at)).unwrap();
+        };
+        put(0x1000 + 256 * 8, 0x2003);
+        put(0x2000, 0x3003);
+        for (index, entry) in entries.iter().enumerate() {
+            put(0x3000 + 8 * index as u64, *entry);
+        }
+        for index in 0..512 {
+            put(0x5000 + 8 * index, (0x8000_0000 - index * 0x1000) | 0x0040_0000_0000_0783);
+        }
+        let registers = Aarch64Registers {
+            pstate: 5,
+            ttbr1: 0x1000,
+            tcr: 0x0150_01f5_b550_3510,
+            sctlr: 1,
+            ..Default::default()
+        };
+        let spaces = Aarch64.address_spaces(&Registers::Aarch64(registers)).unwrap();
+        (ram, spaces[0])
+    }
+
+    fn find(entries: &[u64], from: Gva) -> Result<Option<Image>, WalkError> {
+        let (ram, space) = guest(entries);
+        Image::find(&ram, &space, &Aarch64.image_window(space.format), from)
+    }
+
+    const TEXT: u64 = 0x0040_0000_4020_0781;
+    const DATA: u64 = 0x0060_0000_4060_0701;
+    const PAGES: u64 = 0x5003;
+
+    #[test]
+    fn an_image_is_the_first_text_in_one_piece_and_what_goes_on_from_there() {
+        let more_text = TEXT + BLOCK;
+        let entries = [DATA + 0x1000_0000, PAGES, 0, TEXT, more_text, DATA, 0, DATA + BLOCK * 2];
+        let begin = LOWEST + 3 * BLOCK;
+        let image = find(&entries, LOWEST).unwrap().unwrap();
+        assert_eq!(image, Image { range: begin..begin + 5 * BLOCK, phys: Gpa(0x4020_0000) });
+        // Memory that lies elsewhere is none of it.
+        let entries = [TEXT, more_text, DATA, DATA];
+        assert_eq!(find(&entries, LOWEST).unwrap().unwrap().range.end, LOWEST + 3 * BLOCK);
+        assert_eq!(find(&entries, LOWEST + 2 * BLOCK), Ok(None));
+    }
+
+    #[test]
+    fn a_window_without_text_is_told_from_one_without_anything() {
+        assert_eq!(find(&[DATA, PAGES, DATA], LOWEST), Ok(None));
+        assert!(matches!(find(&[], LOWEST), Err(WalkError::Absent { .. })));
+    }
+
+    #[test]
+    fn an_image_begins_where_its_first_symbol_is() {
+        let mut image = find(&[TEXT], LOWEST).unwrap().unwrap();
+        image.begin_at(LOWEST + 0x1_0000);
+        assert_eq!(image.range, LOWEST + 0x1_0000..LOWEST + BLOCK);
+        assert_eq!(image.phys, Gpa(0x4021_0000));
+        let before = image.clone();
+        image.begin_at(LOWEST);
+        assert_eq!(image, before);
+    }
+}

@@ -112,13 +112,21 @@ impl Kernel {
         if let Some(at) = self.pending_slot(ram)? {
             return Err(Unready::PadPending { at });
         }
+        let expects_slots = self.expects_slots(ram);
         // The kernel goes through its records in order, so the last is the one to look at first.
         for record in self.records(ram)?.iter().rev().filter(|record| text.contains(&record.ip)) {
             let at = record.ip;
-            let state = self
-                .pad_state_at(ram, at, hook)
-                .map_err(|source| RecordsError::Unreadable { at, source })?;
-            if state == PadState::NotYet {
+            let unreadable = |source| RecordsError::Unreadable { at, source };
+            let pending = match self.pad_state_at(ram, at, hook).map_err(unreadable)? {
+                PadState::NotYet => true,
+                PadState::Idle if expects_slots => {
+                    let mut pad = vec![0; self.arch.pad_len()];
+                    self.read_virt(ram, at, &mut pad).map_err(unreadable)?;
+                    self.arch.pad_slot(at, &pad).is_none()
+                }
+                _ => false,
+            };
+            if pending {
                 return Err(Unready::PadPending { at });
             }
         }

@@ -43,11 +43,24 @@ impl Kernel {
         Some(Ok(given.collect()))
     }
 
-    /// A slot that the kernel has still to give to a pad: the last one, until it has booted. Where the
-    /// processor needs no slots, none is ever given.
+    /// Whether a pad that names no slot is one to which the kernel has not come yet. Where the processor
+    /// needs no slots, none is ever given; that is known once the kernel has booted.
+    pub(super) fn expects_slots(&self, ram: &dyn PhysMem) -> bool {
+        /// `enum system_state`: from here on the kernel frees what only its boot needed, or has.
+        const BOOTED: u32 = 2;
+        let Some((table, _)) = self.slots() else { return false };
+        let mut first = [0; SLOT_LEN];
+        let given = self.read_virt(ram, table.start, &mut first).is_ok()
+            && self.arch.pad_of_slot(&first).is_some();
+        given || self.variable_u32(ram, "system_state").is_ok_and(|state| state < BOOTED)
+    }
+
+    /// Where slots tell the pads, a slot that the kernel has still to give to one: the last, until it has
+    /// booted.
     pub(super) fn pending_slot(&self, ram: &dyn PhysMem) -> Result<Option<Gva>, RecordsError> {
         let Some((table, slots)) = self.slots() else { return Ok(None) };
-        if !self.has_init_text(ram, &slots) {
+        if self.symbols.address("ftrace_pages_start").is_some() || !self.has_init_text(ram, &slots)
+        {
             return Ok(None);
         }
         let at = table.end - slots.len;

@@ -186,3 +186,110 @@ fn trailing(kind: u32, count: usize) -> Option<usize> {
         _ => return None,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+    use super::*;
+    use crate::addr::Gpa;
+    use crate::kernel::symbols;
+
+    const BASE: Gva = Gva(0xffff_9000_0001_0000);
+    const LEN: u64 = 0x10_0000;
+    /// Where the description is in the image: at no round address.
+    const AT: u64 = 0x8_0014;
+
+    const STRINGS: &str = "\0task_struct\0thread_info\0cpu\0pid\0flags\0int\0";
+
+    fn string(name: &str) -> u32 {
+        STRINGS.find(&format!("\0{name}\0")).unwrap() as u32 + 1
+    }
+
+    /// An integer, an array, a structure with bit fields and one that contains it.
+    fn types(task_fields: &[(&str, u32)]) -> Vec<u32> {
+        let mut types = vec![string("int"), 1 << 24, 4, 0x0100_0020];
+        types.extend([0, 3 << 24, 0, 1, 1, 16]);
+        types.extend([string("thread_info"), 1 << 31 | STRUCT << 24 | 2, 24]);
+        types.extend([string("flags"), 1, 3 << 24 | 5, string("cpu"), 1, 128]);
+        types.extend([string("task_struct"), STRUCT << 24 | task_fields.len() as u32, 4096]);
+        types.extend(task_fields.iter().flat_map(|(name, bits)| [string(name), 1, *bits]));
+        types
+    }
+
+    fn blob(order: ByteOrder, types: &[u32]) -> Vec<u8> {
+        let len = types.len() as u32 * 4;
+        let header = [24, 0, len, len, STRINGS.len() as u32];
+        let word = |word: &u32| match order {
+            ByteOrder::Little => word.to_le_bytes(),
+            ByteOrder::Big => word.to_be_bytes(),
+        };
+        let mut blob = match order {
+            ByteOrder::Little => vec![0x9f, 0xeb, 1, 0],
+            ByteOrder::Big => vec![0xeb, 0x9f, 1, 0],
+        };
+        blob.extend(header.iter().chain(types).flat_map(word));
+        blob.extend(STRINGS.as_bytes());
+        blob
+    }
+
+    fn read(order: ByteOrder, pieces: &[(u64, &[u8])]) -> Result<Types, TypesError> {
+        let ram = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), LEN as usize)]).unwrap();
+        for (at, bytes) in pieces {
+            ram.write_slice(bytes, GuestAddress(*at)).unwrap();
+        }
+        let image = Image { range: BASE..BASE + LEN, phys: Gpa(0) };
+        Types::read(&ram, &image, &symbols::Builder::default().build().unwrap(), order)
+    }
+
+    /// As in kernels before 5.16, and since.
+    const PATHS: [&[(&str, &str)]; 2] =
+        [&[("task_struct", "cpu")], &[("task_struct", "thread_info"), ("thread_info", "cpu")]];
+
+    #[test]
+    fn a_field_is_found_where_the_types_have_it_in_either_byte_order() {
+        for order in [ByteOrder::Little, ByteOrder::Big] {
+            for (fields, offset) in
+                [(&[("pid", 64), ("cpu", 576)][..], 72), (&[("pid", 64), ("thread_info", 256)], 48)]
+            {
+                // A header without anything behind it, as of a copy, is gone over.
+                let copy = &blob(order, &[])[..24];
+                let whole = blob(order, &types(fields));
+                let types = read(order, &[(0x1000, copy), (AT, &whole)]).unwrap();
+                assert_eq!(types.first_path(&PATHS), Ok(offset), "{order:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_missing_is_said() {
+        let order = ByteOrder::Little;
+        assert_eq!(read(order, &[]).unwrap_err(), TypesError::None);
+        let header = &blob(order, &[])[..24];
+        assert_eq!(read(order, &[(AT, header)]).unwrap_err(), TypesError::Unsound);
+        let types = read(order, &[(AT, &blob(order, &types(&[("pid", 64)])))]).unwrap();
+        let error = types.first_path(&PATHS).unwrap_err();
+        assert_eq!(error, TypesError::NoField { structure: "task_struct", field: "thread_info" });
+    }
+
+    proptest! {
+        #[test]
+        fn no_types_make_us_panic(
+            words in prop::collection::vec(any::<u32>(), 0..200),
+            begin in any::<prop::sample::Index>(), len in any::<u32>(),
+        ) {
+            let order = ByteOrder::Little;
+            let mut spoilt = types(&[("pid", 64), ("cpu", 576)]);
+            let begin = begin.index(spoilt.len());
+            spoilt.truncate(begin);
+            spoilt.extend(&words);
+            let mut blob = blob(order, &spoilt);
+            for (at, len) in [(12, len), (20, len.rotate_left(16))] {
+                let _ = read(order, &[(AT, &blob)]).map(|types| types.first_path(&PATHS));
+                blob[at..at + 4].copy_from_slice(&len.to_le_bytes());
+            }
+            let _ = read(order, &[(AT, &blob)]).map(|types| types.first_path(&PATHS));
+        }
+    }
+}

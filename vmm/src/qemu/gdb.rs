@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use patcher::arch::ByteOrder;
 
+use self::packet::{frame, hex, is_thread, unescape, unhex};
 use super::xml;
+
+mod packet;
 
 /// How long QEMU may take to answer a question while the guest stands.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -378,7 +381,7 @@ impl Gdb {
         }
         let digits = [self.byte(until)?, self.byte(until)?];
         let found = unhex(&digits).ok_or(GdbError::NotAPacket("a checksum that is no number"))?[0];
-        let computed = checksum(&packet);
+        let computed = packet::checksum(&packet);
         if found == computed { Ok(packet) } else { Err(GdbError::Checksum { found, computed }) }
     }
 
@@ -446,45 +449,6 @@ fn broken(error: io::Error) -> GdbError {
 fn answer(question: &'static str, reply: &[u8]) -> GdbError {
     let shown = &reply[..reply.len().min(64)];
     GdbError::Answer { question, reply: String::from_utf8_lossy(shown).into_owned() }
-}
-
-fn is_thread(id: &str) -> bool {
-    !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_hexdigit() || b"p.".contains(&byte))
-}
-
-fn frame(packet: &[u8], out: &mut Vec<u8>) {
-    out.push(b'$');
-    out.extend_from_slice(packet);
-    out.push(b'#');
-    hex(&[checksum(packet)], out);
-}
-
-fn checksum(bytes: &[u8]) -> u8 {
-    bytes.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
-}
-
-fn hex(bytes: &[u8], out: &mut Vec<u8>) {
-    const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    for byte in bytes {
-        out.extend([DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]);
-    }
-}
-
-fn unhex(digits: &[u8]) -> Option<Vec<u8>> {
-    let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
-    let pairs = digits.chunks(2);
-    pairs.map(|pair| Some(digit(pair[0])? << 4 | digit(*pair.get(1)?)?)).collect()
-}
-
-/// Undoes the protocol's escapes of binary data.
-fn unescape(part: &[u8], out: &mut Vec<u8>) {
-    let mut bytes = part.iter();
-    while let Some(&byte) = bytes.next() {
-        match byte {
-            b'}' => out.extend(bytes.next().map(|escaped| escaped ^ 0x20)),
-            byte => out.push(byte),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ mod board;
 mod claim;
 mod clock;
 mod end;
+mod found;
 mod gdb;
 mod guest;
 mod launch;
@@ -19,6 +20,7 @@ mod machine;
 mod memory;
 mod process;
 mod qmp;
+mod stub;
 mod xml;
 
 pub use crate::exit::GuestExit;

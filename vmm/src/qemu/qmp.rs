@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -18,6 +18,9 @@ const LINE_LIMIT: usize = 1 << 20;
 
 /// Messages that may come before an answer.
 const MESSAGES_BETWEEN: usize = 1000;
+
+/// Answers that may lie there until somebody takes them.
+const ANSWERS: usize = 16;
 
 /// QEMU's monitor gave no usable answer.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +63,7 @@ pub(super) struct Qmp {
     stream: UnixStream,
     pending: Vec<u8>,
     /// Where answers go that come while events are waited for.
-    answers: Option<Sender<Value>>,
+    answers: Option<SyncSender<Value>>,
 }
 
 /// Gives commands while another thread waits for events.
@@ -169,7 +172,7 @@ impl Qmp {
     /// # Errors
     /// What the host says.
     pub(super) fn commander(&mut self) -> io::Result<Commander> {
-        let (sender, answers) = mpsc::channel();
+        let (sender, answers) = mpsc::sync_channel(ANSWERS);
         self.answers = Some(sender);
         Ok(Commander { stream: self.stream.try_clone()?, answers })
     }
@@ -196,8 +199,8 @@ impl Qmp {
                 return Ok(Event { name: name.to_owned(), reason: reason.map(str::to_owned) });
             }
             if let Some(answers) = &self.answers {
-                // Nobody may wait for it any more.
-                let _ = answers.send(message);
+                // Nobody may wait for it any more, or there are more than anybody has asked for.
+                let _ = answers.try_send(message);
             }
         }
     }
@@ -339,6 +342,37 @@ mod tests {
         assert_eq!(error, "QEMU's monitor refuses qmp_capabilities: not now");
         let flood = format!("{GREETING}{}", "{\"event\": \"E\"}\n".repeat(MESSAGES_BETWEEN + 1));
         assert!(matches!(told(flood.as_bytes()), Err(QmpError::NotAMessage(_))));
+    }
+
+    #[test]
+    fn commands_are_answered_while_events_are_waited_for() {
+        let (ours, mut peer) = UnixStream::pair().unwrap();
+        peer.write_all(format!("{GREETING}{DONE}").as_bytes()).unwrap();
+        let mut qmp = Qmp::connect(ours).unwrap();
+        let mut commander = qmp.commander().unwrap();
+        let listener = thread::spawn(move || {
+            let mut seen = Vec::new();
+            while let Ok(event) = qmp.next_event() {
+                seen.push(event.name);
+            }
+            seen
+        });
+        let echo = thread::spawn(move || {
+            let mut asked = String::new();
+            let mut lines = std::io::BufReader::new(peer.try_clone().unwrap());
+            std::io::BufRead::read_line(&mut lines, &mut asked).unwrap();
+            while !asked.contains("query-kvm") {
+                asked.clear();
+                std::io::BufRead::read_line(&mut lines, &mut asked).unwrap();
+            }
+            peer.write_all(b"{\"event\": \"STOP\"}\n{\"error\": {\"desc\": \"no\"}}\n").unwrap();
+            lines.read_to_end(&mut Vec::new()).unwrap();
+        });
+        let error = commander.execute("query-kvm", &json!({})).unwrap_err();
+        assert!(matches!(error, QmpError::Refused { command: "query-kvm", .. }), "{error}");
+        drop(commander);
+        assert_eq!(listener.join().unwrap(), ["STOP"]);
+        echo.join().unwrap();
     }
 
     proptest! {

@@ -18,7 +18,7 @@ fn stub(
                     let text = String::from_utf8(std::mem::take(text)).unwrap();
                     let mut sum = [0; 2];
                     peer.read_exact(&mut sum).unwrap();
-                    assert_eq!(unhex(&sum).unwrap(), [checksum(text.as_bytes())]);
+                    assert_eq!(unhex(&sum).unwrap(), [super::packet::checksum(text.as_bytes())]);
                     packet = None;
                     let answer = reply(&text);
                     asked.push(text);

@@ -1,0 +1,300 @@
+//! Guests of a QEMU that the test has started by itself, as somebody else would.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use std::{env, fs, process, thread};
+
+use guest_images::{Initramfs, Series, kernel};
+use patcher::kernel::{Kernel, Located, MappedRegion, locate};
+use patcher::machine::Machine;
+use patcher::trace::filter::Filter;
+use patcher::trace::session::{Selection, Session};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use tests::guest::{complaints, text};
+use tests::lab::{Trace, vmm};
+use vmm::qemu::{Attach, AttachError, Attached};
+
+/// Far longer than anything here takes.
+const LONG: Duration = Duration::from_secs(180);
+
+/// A directory of a test's own; what runs in it is killed, and it is removed, when the test ends.
+struct Folder(PathBuf, Vec<Child>);
+
+impl Folder {
+    fn new(test: &str) -> Self {
+        let path = env::temp_dir().join(format!("vmm-attach-{}-{test}", process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Self(path, Vec::new())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap_or_default()
+    }
+
+    /// Starts QEMU with these options, a kernel's parameters if it has one, and a monitor, and waits
+    /// for that. Gives its process number.
+    fn qemu(&mut self, options: &str, append: &[&str]) -> u32 {
+        let folder = self.0.display().to_string();
+        // An earlier one's.
+        let _ = fs::remove_file(self.path("qmp"));
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
+        command.args(["-nodefaults", "-display", "none", "-accel", "tcg,thread=multi"]);
+        command.args(options.replace("DIR", &folder).split_ascii_whitespace());
+        command.args(append.iter().flat_map(|parameters| ["-append", parameters]));
+        command.args(["-qmp", &format!("unix:{folder}/qmp,server=on,wait=off")]);
+        let child = command.stdin(Stdio::null()).spawn().unwrap();
+        let pid = child.id();
+        self.1.push(child);
+        wait_until("QEMU's monitor", || UnixStream::connect(self.path("qmp")).is_ok());
+        pid
+    }
+
+    /// QEMU with two CPUs and a stock kernel that works for ever, its console in `console`.
+    fn linux(&mut self) -> u32 {
+        fs::write(self.path("initrd"), Initramfs::new().unwrap().build()).unwrap();
+        let kernel = kernel(Series::V6_1).unwrap().vmlinuz;
+        let options = format!(
+            "-machine q35,memory-backend=ram -cpu max -smp 2 -m 576M -serial file:DIR/console \
+             -object memory-backend-file,id=ram,share=on,size=576M,mem-path=DIR/ram \
+             -initrd DIR/initrd -kernel {}",
+            kernel.display()
+        );
+        let append = "console=ttyS0 loglevel=5 mem=512M vmm.work=proc-read:/proc/version:100000000";
+        let pid = self.qemu(&options, &[append]);
+        wait_until("work", || self.read("console").contains("VMM-WORK-BEGIN"));
+        pid
+    }
+
+    fn attach(&self) -> Attach {
+        Attach {
+            qmp: self.path("qmp"),
+            told: None,
+            rings: 32 << 20,
+            stop_deadline: Duration::from_secs(5),
+            journals: self.path("state/vmm"),
+            restore: false,
+        }
+    }
+
+    /// `vmm attach`, with journals in this folder.
+    fn vmm(&self, options: &[&str]) -> Command {
+        let mut command = Command::new(vmm());
+        command.arg("attach").arg("--qmp").arg(self.path("qmp")).args(options);
+        command.env("XDG_STATE_HOME", self.path("state")).env("VMM_RUN_DIR", self.path("run"));
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// Starts a trace of the functions of the VFS and waits until it is written.
+    fn trace(&self, name: &str) -> Child {
+        let command = ["--trace", "func", "-f", "vfs_*", "-o"];
+        let child = self.vmm(&command).arg(self.path(name)).spawn().unwrap();
+        wait_until("a trace", || self.read(name).contains("vfs_read <-"));
+        child
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        for child in &mut self.1 {
+            // It has ended, unless the test needed it until now.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        // What can't be removed is in a temporary folder anyway.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < LONG, "{what} did not come in {LONG:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn output(mut child: Child) -> (Option<i32>, String) {
+    wait_until("the program's end", || child.try_wait().unwrap().is_some());
+    said(&child.wait_with_output().unwrap())
+}
+
+fn said(output: &Output) -> (Option<i32>, String) {
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn signal(name: &str, pid: u32) {
+    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
+}
+
+fn find(machine: &dyn Machine) -> Box<Kernel> {
+    let mut found = None;
+    wait_until("the kernel", || {
+        let registers: Vec<_> = (0..2).map(|vcpu| machine.sample(vcpu).unwrap()).collect();
+        if let Ok(Located::Found(kernel)) = locate(machine.ram(), &registers) {
+            found = Some(kernel);
+        }
+        found.is_some()
+    });
+    found.unwrap()
+}
+
+/// The text of the kernel's, as one who attaches finds it.
+fn attached_text(attach: &Attach) -> Vec<u8> {
+    let attached = Attached::new(attach).unwrap();
+    let text = text(attached.machine(), &find(attached.machine())).unwrap();
+    attached.detach().unwrap();
+    text
+}
+
+#[test]
+fn a_guest_is_left_as_it_was_found_by_whoever_ends_however() {
+    let mut folder = Folder::new("life");
+    let qemu = folder.linux();
+    let attach = folder.attach();
+    let before = attached_text(&attach);
+
+    // An end in order.
+    let child = folder.trace("first");
+    let second = said(&folder.vmm(&[]).output().unwrap());
+    assert_eq!(second.0, Some(1));
+    assert!(second.1.contains(&format!("by process {}", child.id())), "{}", second.1);
+    signal("-INT", child.id());
+    let (status, words) = output(child);
+    assert_eq!(status, Some(130), "{words}");
+    assert!(words.contains("stops  2") && words.contains(" 0 lost"), "{words}");
+    let trace = folder.read("first");
+    Trace::parse(&trace).check();
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+
+    // No end at all.
+    let mut child = folder.trace("second");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let (status, words) = said(&folder.vmm(&["--trace", "func"]).output().unwrap());
+    assert_eq!(status, Some(1));
+    assert!(words.contains("--restore") && words.contains("functions"), "{words}");
+    let attached = Attached::new(&Attach { restore: true, ..attach.clone() }).unwrap();
+    let restored = attached.restored().unwrap();
+    assert!(restored.restored > 50 && restored.foreign.is_empty(), "{restored:?}");
+    let kernel = find(attached.machine());
+    assert!(text(attached.machine(), &kernel).unwrap() == before, "the text is not what it was");
+
+    // The region is where it was, and code that somebody may stand in stays.
+    let region = MappedRegion::new(attached.machine(), &kernel).unwrap();
+    assert!(region.code().used() > 0);
+    let used = region.code().used() as usize;
+    let code = |length| {
+        let mut bytes = vec![0; length];
+        let window = attached.machine().region_code().memory;
+        vm_memory::Bytes::read_slice(&window, &mut bytes, 0).unwrap();
+        bytes
+    };
+    let old = code(used);
+    let selection = Selection::new(&kernel, attached.machine(), &Filter::default()).unwrap();
+    let (mut session, armed) =
+        Session::arm(attached.machine(), &kernel, &region, &selection).unwrap();
+    assert!(armed.functions > 30_000);
+    assert!(region.code().used() as usize > used && code(used) == old);
+    session.disarm().unwrap();
+    drop(session);
+    attached.detach().unwrap();
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+
+    // QEMU's end.
+    let child = folder.trace("third");
+    assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+    signal("-KILL", qemu);
+    let (status, words) = output(child);
+    assert_eq!(status, Some(5), "{words}");
+    assert!(words.contains("QEMU has ended and the guest with it"), "{words}");
+}
+
+/// Hangs up the connection to the monitor at `path` that this process has.
+fn hang_up(path: &Path) {
+    let this =
+        pidfd_open(Pid::from_raw(process::id() as i32).unwrap(), PidfdFlags::empty()).unwrap();
+    let numbers = fs::read_dir("/proc/self/fd").unwrap();
+    let numbers: Vec<i32> = numbers
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap().parse().unwrap())
+        .collect();
+    let is_it =
+        |stream: &UnixStream| stream.peer_addr().is_ok_and(|peer| peer.as_pathname() == Some(path));
+    let copies = numbers.iter().filter_map(|number| {
+        Some(UnixStream::from(pidfd_getfd(&this, *number, PidfdGetfdFlags::empty()).ok()?))
+    });
+    let mut found: Vec<UnixStream> = copies.filter(is_it).collect();
+    assert!(!found.is_empty(), "there is a connection to the monitor");
+    found.pop().unwrap().shutdown(std::net::Shutdown::Both).unwrap();
+}
+
+#[test]
+fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
+    let mut folder = Folder::new("monitor");
+    folder.linux();
+    let attach = folder.attach();
+    let attached = Attached::new(&attach).unwrap();
+    let kernel = find(attached.machine());
+    let before = text(attached.machine(), &kernel).unwrap();
+    let region = MappedRegion::new(attached.machine(), &kernel).unwrap();
+    let filter = Filter { only: vec![patcher::trace::filter::Glob::new("vfs_*")], except: vec![] };
+    let selection = Selection::new(&kernel, attached.machine(), &filter).unwrap();
+    let (mut session, _) = Session::arm(attached.machine(), &kernel, &region, &selection).unwrap();
+    let stopped = attached.machine().stop().unwrap();
+    hang_up(&attach.qmp);
+    stopped.resume().unwrap();
+    assert_eq!(attached.wait(), None, "the guest lives");
+    session.disarm().unwrap();
+    drop(session);
+    attached.detach().unwrap();
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+    assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+}
+
+#[test]
+fn whatever_qemu_lacks_is_named_with_the_option_that_gives_it() {
+    let mut folder = Folder::new("missing");
+    let told = Some(64 << 20);
+    let attach = Attach { told, ..folder.attach() };
+    let refused = |attach: &Attach| Attached::new(attach).unwrap_err();
+    let error = refused(&attach).to_string();
+    assert!(error.contains("-qmp unix:") && error.contains("qmp"), "{error}");
+
+    let shared = "-object memory-backend-memfd,id=ram,share=on,size=128M \
+                  -machine q35,memory-backend=ram -m 128M";
+    let private = "-object memory-backend-memfd,id=ram,share=off,size=128M \
+                   -machine q35,memory-backend=ram -m 128M";
+    for (options, words) in [
+        ("-machine q35 -m 128M", "memory-backend-memfd,id=ram,size=SIZE,share=on"),
+        (private, "memory-backend-memfd,id=ram,size=SIZE,share=on"),
+        (&format!("{shared} -S"), "`cont`"),
+        ("-machine microvm -m 128M", "microvm"),
+    ] {
+        let pid = folder.qemu(options, &[]);
+        let error = refused(&attach).to_string();
+        assert!(error.contains(words), "{options}: {error}");
+        signal("-KILL", pid);
+    }
+
+    let pid = folder.qemu(&format!("{shared} -gdb unix:DIR/gdb,server=on,wait=off"), &[]);
+    let everything = refused(&Attach { told: None, ..attach.clone() });
+    assert!(matches!(everything, AttachError::NothingHidden { told: None, .. }), "{everything}");
+    let too_much = refused(&Attach { told: Some(120 << 20), ..attach.clone() }).to_string();
+    assert!(too_much.contains("mem=") && too_much.contains("64 MiB or more"), "{too_much}");
+
+    // A gdbstub that is there is used, unless somebody else uses it, and is there afterwards.
+    Attached::new(&attach).unwrap().detach().unwrap();
+    let debugger = UnixStream::connect(folder.path("gdb")).unwrap();
+    wait_until("QEMU's notice of a debugger", || {
+        matches!(Attached::new(&attach), Err(AttachError::NotRunning(_) | AttachError::Debugged))
+    });
+    drop(debugger);
+    signal("-KILL", pid);
+}
