@@ -2,8 +2,8 @@
 # PID 1 of a guest under test. What it does is chosen on the kernel's command line:
 #
 #   vmm.work=LIST      workloads, as `work` reads them (guest/work.c)
-#   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, kallsyms-md5, aff (the
-#                      functions that its ftrace can trace), dmesg, cpuinfo, modules
+#   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, aff (the functions that
+#                      its ftrace can trace), dmesg, cpuinfo, modules
 #   vmm.dump-to=DEVICE where dumps go, as one stream: a block or character device; default: console
 #   vmm.after=WHAT     poweroff (default), reboot, panic, stay or shell
 #
@@ -37,8 +37,6 @@ done
 show() {
     case $1 in
     kallsyms) cat /proc/kallsyms ;;
-    # The kernel's own symbols; those of modules come behind a tab and in brackets.
-    kallsyms-md5) grep -v '\[' /proc/kallsyms | md5sum ;;
     aff) cat /sys/kernel/tracing/available_filter_functions ;;
     dmesg) dmesg ;;
     cpuinfo) cat /proc/cpuinfo ;;

@@ -13,7 +13,6 @@
 //! memory_mib 512
 //! ram_base 0x0                           guest-physical address of ram.bin's first byte
 //! cmdline nokaslr
-//! kallsyms_md5 5f2c…                     of the kernel's own lines of /proc/kallsyms
 //! vcpu 0 rip=0xffffffff81c0b2ab rsp=0x… …
 //! vcpu 1 …
 //! ```
@@ -45,7 +44,7 @@ use crate::registers::VcpuRegisters;
 const BOOT: Duration = Duration::from_secs(240);
 
 /// What the guest is asked for, each a file of the capture.
-const DUMPS: [&str; 5] = ["kallsyms", "kallsyms-md5", "aff", "modules", "dmesg"];
+const DUMPS: [&str; 4] = ["kallsyms", "aff", "modules", "dmesg"];
 
 /// Room for the dumps, in bytes; a 7.3 kernel fills 20 MiB.
 const DUMP_DISK: u64 = 128 << 20;
@@ -114,8 +113,6 @@ pub struct Capture {
     pub release: String,
     /// How much RAM the guest has, in MiB.
     pub memory_mib: u32,
-    /// MD5 of the lines of /proc/kallsyms that name no module, in hexadecimal digits.
-    pub kallsyms_md5: String,
     /// Registers, by vCPU.
     pub vcpus: Vec<VcpuRegisters>,
 }
@@ -164,7 +161,6 @@ impl Capture {
             architecture,
             release: fact("release")?.to_owned(),
             memory_mib: fact("memory_mib")?.parse().map_err(|_| invalid("memory_mib"))?,
-            kallsyms_md5: fact("kallsyms_md5")?.to_owned(),
             vcpus,
         })
     }
@@ -257,10 +253,7 @@ fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), Ca
     for name in DUMPS {
         write(name, dump(&dumps, name).ok_or(CaptureError::NoDump(name))?)?;
     }
-    let md5 = dump(&dumps, "kallsyms-md5")
-        .and_then(|line| std::str::from_utf8(line).ok()?.split_whitespace().next())
-        .ok_or(CaptureError::NoDump("kallsyms-md5"))?;
-    write("capture.txt", describe(kernel, options, md5, &vcpus).as_bytes())?;
+    write("capture.txt", describe(kernel, options, &vcpus).as_bytes())?;
     Ok(())
 }
 
@@ -287,15 +280,9 @@ fn dump<'a>(stream: &'a [u8], name: &str) -> Option<&'a [u8]> {
     Some(&stream[begin..end])
 }
 
-fn describe(
-    kernel: &Kernel,
-    options: &CaptureOptions,
-    kallsyms_md5: &str,
-    vcpus: &[VcpuRegisters],
-) -> String {
+fn describe(kernel: &Kernel, options: &CaptureOptions, vcpus: &[VcpuRegisters]) -> String {
     let mut text = format!(
-        "architecture {}\nrelease {}\ncpu {}\ncpus {}\nmemory_mib {}\nram_base {:#x}\ncmdline {}\n\
-         kallsyms_md5 {kallsyms_md5}\n",
+        "architecture {}\nrelease {}\ncpu {}\ncpus {}\nmemory_mib {}\nram_base {:#x}\ncmdline {}\n",
         kernel.architecture,
         kernel.release,
         options.cpu,
@@ -350,13 +337,12 @@ mod tests {
             let vcpus = [0x10, 0xffff_ffff_81c0_b2ab]
                 .map(|value| VcpuRegisters::read(architecture, |_| Ok::<u64, ()>(value)).unwrap());
             let kernel = kernel(architecture);
-            let text = describe(&kernel, &CaptureOptions::default(), "abc", &vcpus);
+            let text = describe(&kernel, &CaptureOptions::default(), &vcpus);
             fs::write(directory.path().join("capture.txt"), &text).unwrap();
             let capture = Capture::open(directory.path()).unwrap();
             assert_eq!(capture.architecture, architecture);
             assert_eq!(capture.release, "6.1.0-1-test");
             assert_eq!(capture.memory_mib, 512);
-            assert_eq!(capture.kallsyms_md5, "abc");
             assert_eq!(capture.vcpus, vcpus);
 
             let broken = text.replacen("=0x10", "=?", 1);

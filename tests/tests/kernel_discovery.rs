@@ -4,7 +4,7 @@ use std::fs;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use guest_images::Architecture::{self, S390x, X86_64};
+use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
@@ -100,8 +100,10 @@ impl Guest {
                     let at = Gpa(vcpu["prefix"].wrapping_add_signed(distance));
                     self.ram.read(at, &mut number).unwrap();
                 }
-                Architecture::Aarch64 => {
-                    let at = Gva(vcpu["tpidr_el1"].wrapping_add_signed(distance));
+                // The current task, unless it is in user mode or has just come from there.
+                Aarch64 if vcpu["sp_el0"] >> 63 == 0 => continue,
+                Aarch64 => {
+                    let at = Gva(vcpu["sp_el0"].wrapping_add_signed(distance));
                     kernel.read_virt(&self.ram, at, &mut number).unwrap();
                 }
             }
@@ -265,4 +267,40 @@ fn an_s390x_6_12_kernel_at_the_end_of_its_address_space_is_as_it_says_itself() {
 fn an_s390x_7_kernel_is_as_it_says_itself() {
     let guest = Guest::new(S390x, Series::V7, "max", "");
     assert_eq!(guest.check().version().map(|(major, _)| major), Some(7));
+}
+
+#[test]
+fn an_aarch64_5_10_kernel_is_as_it_says_itself() {
+    let guest = Guest::new(Aarch64, Series::V5_10, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.version(), Some((5, 10)));
+}
+
+#[test]
+fn an_aarch64_6_1_kernel_is_as_it_says_itself() {
+    let guest = Guest::new(Aarch64, Series::V6_1, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.version(), Some((6, 1)));
+}
+
+#[test]
+fn an_aarch64_6_12_kernel_with_52_bit_addresses_is_as_it_says_itself() {
+    let guest = Guest::new(Aarch64, Series::V6_12, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.version(), Some((6, 12)));
+    assert_eq!(kernel.root().format.levels.len(), 5);
+}
+
+#[test]
+fn an_aarch64_6_12_kernel_with_48_bit_addresses_and_isolated_tables_is_as_it_says_itself() {
+    let guest = Guest::new(Aarch64, Series::V6_12, "cortex-a72", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.root().format.levels.len(), 4);
+}
+
+#[test]
+fn an_aarch64_7_kernel_is_as_it_says_itself() {
+    let guest = Guest::new(Aarch64, Series::V7, "max", "");
+    let kernel = guest.check();
+    assert_eq!(kernel.version().map(|(major, _)| major), Some(7));
 }
