@@ -72,7 +72,6 @@ impl<'m> Driver<'m> {
     ) -> Self {
         let window = machine.region_rings();
         let rings = RingLayout::new(region.rings, window.memory.len() as u64, CPUS).unwrap();
-        let reader = |cpu| RingReader::new(&window.memory, rings, cpu, arch.byte_order()).unwrap();
         Self {
             machine,
             arch,
@@ -83,7 +82,7 @@ impl<'m> Driver<'m> {
             rings,
             code: CodeSpace::new(region.code, machine.region_code().memory.len() as u64),
             trampolines: BTreeMap::new(),
-            readers: (0..CPUS).map(reader).collect(),
+            readers: readers(machine, rings, arch),
         }
     }
 
@@ -351,6 +350,11 @@ impl<'m> Driver<'m> {
         self.functions.iter().map(read).collect()
     }
 
+    /// Passes over what was recorded while nobody read it: the rings may have run over.
+    pub fn forget_recorded(&mut self) {
+        self.readers = readers(self.machine, self.rings, self.arch);
+    }
+
     /// What was recorded since it was last asked: how often each function was called from each
     /// processor.
     ///
@@ -374,4 +378,11 @@ impl<'m> Driver<'m> {
         }
         counts
     }
+}
+
+/// A reader for each processor's ring, from where it stands now.
+fn readers(machine: &dyn Machine, rings: RingLayout, arch: &dyn Arch) -> Vec<RingReader> {
+    let window = machine.region_rings();
+    let reader = |cpu| RingReader::new(&window.memory, rings, cpu, arch.byte_order()).unwrap();
+    (0..CPUS).map(reader).collect()
 }

@@ -295,7 +295,7 @@ fn all_functions_are_armed_and_put_back_under_load(
         driver.check();
     }
     driver.wait();
-    driver.recorded();
+    driver.forget_recorded();
 
     let applied = driver.arm(sites);
     driver.run(3);
@@ -415,7 +415,7 @@ fn a_processor_may_stand_at_any_instruction(driver: &mut Driver<'_>, name: &str)
     }
     driver.hold();
     driver.call_only(None);
-    driver.recorded();
+    driver.forget_recorded();
     // While it was armed the processor went through all of the trampoline.
     let [through_pad, through_both] = places;
     let trampoline = driver.trampoline_of(name);
