@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, fs, process, thread};
 
-use guest_images::{Initramfs, Series, kernel};
+use guest_images::{Architecture, Initramfs, Series, kernel_for};
 use patcher::kernel::{Kernel, Located, MappedRegion, locate};
 use patcher::machine::Machine;
 use patcher::trace::filter::Filter;
@@ -39,12 +39,12 @@ impl Folder {
 
     /// Starts QEMU with these options, a kernel's parameters if it has one, and a monitor, and waits
     /// for that. Gives its process number.
-    fn qemu(&mut self, options: &str, append: &[&str]) -> u32 {
+    fn qemu(&mut self, architecture: Architecture, options: &str, append: &[&str]) -> u32 {
         let folder = self.0.display().to_string();
         // An earlier one's.
         let _ = fs::remove_file(self.path("qmp"));
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
+        command.args(["--pdeathsig", "KILL", "--", &format!("qemu-system-{architecture}")]);
         command.args(["-nodefaults", "-display", "none", "-accel", "tcg,thread=multi"]);
         command.args(options.replace("DIR", &folder).split_ascii_whitespace());
         command.args(append.iter().flat_map(|parameters| ["-append", parameters]));
@@ -57,17 +57,25 @@ impl Folder {
     }
 
     /// QEMU with two CPUs and a stock kernel that works for ever, its console in `console`.
-    fn linux(&mut self) -> u32 {
-        fs::write(self.path("initrd"), Initramfs::new().unwrap().build()).unwrap();
-        let kernel = kernel(Series::V6_1).unwrap().vmlinuz;
+    fn linux(&mut self, architecture: Architecture) -> u32 {
+        let initramfs = Initramfs::for_architecture(architecture).unwrap();
+        fs::write(self.path("initrd"), initramfs.build()).unwrap();
+        let kernel = kernel_for(architecture, Series::V6_1).unwrap().vmlinuz;
+        let (machine, console) = match architecture {
+            Architecture::X86_64 => ("q35", "ttyS0"),
+            Architecture::S390x => ("s390-ccw-virtio", "ttysclp0"),
+            Architecture::Aarch64 => ("virt", "ttyAMA0"),
+        };
         let options = format!(
-            "-machine q35,memory-backend=ram -cpu max -smp 2 -m 576M -serial file:DIR/console \
+            "-machine {machine},memory-backend=ram -cpu max -smp 2 -m 576M -serial file:DIR/console \
              -object memory-backend-file,id=ram,share=on,size=576M,mem-path=DIR/ram \
              -initrd DIR/initrd -kernel {}",
             kernel.display()
         );
-        let append = "console=ttyS0 loglevel=5 mem=512M vmm.work=proc-read:/proc/version:100000000";
-        let pid = self.qemu(&options, &[append]);
+        let append = format!(
+            "console={console} loglevel=5 mem=512M vmm.work=proc-read:/proc/version:100000000"
+        );
+        let pid = self.qemu(architecture, &options, &[&append]);
         wait_until("work", || self.read("console").contains("VMM-WORK-BEGIN"));
         pid
     }
@@ -156,8 +164,23 @@ fn attached_text(attach: &Attach) -> Vec<u8> {
 
 #[test]
 fn a_guest_is_left_as_it_was_found_by_whoever_ends_however() {
-    let mut folder = Folder::new("life");
-    let qemu = folder.linux();
+    left_as_it_was_found(Architecture::X86_64, 30_000);
+}
+
+#[test]
+fn an_s390x_guest_is_left_as_it_was_found() {
+    left_as_it_was_found(Architecture::S390x, 28_000);
+}
+
+#[test]
+fn an_aarch64_guest_is_left_as_it_was_found() {
+    left_as_it_was_found(Architecture::Aarch64, 30_000);
+}
+
+/// Attaches to a guest again and again, and ends in every way; it has at least so many functions.
+fn left_as_it_was_found(architecture: Architecture, functions: usize) {
+    let mut folder = Folder::new(&format!("life-{architecture}"));
+    let qemu = folder.linux(architecture);
     let attach = folder.attach();
     let before = attached_text(&attach);
 
@@ -201,7 +224,7 @@ fn a_guest_is_left_as_it_was_found_by_whoever_ends_however() {
     let selection = Selection::new(&kernel, attached.machine(), &Filter::default()).unwrap();
     let (mut session, armed) =
         Session::arm(attached.machine(), &kernel, &region, &selection).unwrap();
-    assert!(armed.functions > 30_000);
+    assert!(armed.functions > functions);
     assert!(region.code().used() as usize > used && code(used) == old);
     session.disarm().unwrap();
     drop(session);
@@ -238,7 +261,7 @@ fn hang_up(path: &Path) {
 #[test]
 fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
     let mut folder = Folder::new("monitor");
-    folder.linux();
+    folder.linux(Architecture::X86_64);
     let attach = folder.attach();
     let attached = Attached::new(&attach).unwrap();
     let kernel = find(attached.machine());
@@ -277,13 +300,17 @@ fn whatever_qemu_lacks_is_named_with_the_option_that_gives_it() {
         (&format!("{shared} -S"), "`cont`"),
         ("-machine microvm -m 128M", "microvm"),
     ] {
-        let pid = folder.qemu(options, &[]);
+        let pid = folder.qemu(Architecture::X86_64, options, &[]);
         let error = refused(&attach).to_string();
         assert!(error.contains(words), "{options}: {error}");
         signal("-KILL", pid);
     }
 
-    let pid = folder.qemu(&format!("{shared} -gdb unix:DIR/gdb,server=on,wait=off"), &[]);
+    let pid = folder.qemu(
+        Architecture::X86_64,
+        &format!("{shared} -gdb unix:DIR/gdb,server=on,wait=off"),
+        &[],
+    );
     let everything = refused(&Attach { told: None, ..attach.clone() });
     assert!(matches!(everything, AttachError::NothingHidden { told: None, .. }), "{everything}");
     let too_much = refused(&Attach { told: Some(120 << 20), ..attach.clone() }).to_string();
