@@ -8,8 +8,8 @@ use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
-use patcher::kernel::{self, Kernel, Refusal, Symbols, VariableError};
-use patcher::machine::RegionWindow;
+use patcher::kernel::{self, Kernel, Located, NotYet, Refusal, Symbols, VariableError, locate};
+use patcher::machine::{RegionWindow, Registers};
 use patcher::mem::PhysMem;
 use tests::capture::{Captured, capture, map};
 use vm_memory::mmap::MmapRegionBuilder;
@@ -281,6 +281,23 @@ fn an_aarch64_6_1_kernel_is_as_it_says_itself() {
     let guest = Guest::new(Aarch64, Series::V6_1, "max", "");
     let kernel = guest.check();
     assert_eq!(kernel.version(), Some((6, 1)));
+}
+
+/// Its symbols do not name the root; that a vCPU has another one while it boots is no error.
+#[test]
+fn an_aarch64_6_1_kernel_on_the_tables_with_which_it_boots_is_not_ready_yet() {
+    let mut guest = Guest::new(Aarch64, Series::V6_1, "max", "");
+    let mut table = [0; 4096];
+    PhysMem::read(&guest.ram, guest.check().root().root, &mut table).unwrap();
+    // Page tables lie at the end of RAM, none at its beginning.
+    let elsewhere = guest.ram.extents()[0].start;
+    vm_memory::Bytes::write_slice(&guest.ram, &table, elsewhere.into()).unwrap();
+    for registers in &mut guest.vcpus {
+        let Registers::Aarch64(registers) = registers else { panic!("{registers:?}") };
+        registers.ttbr1 = elsewhere.0;
+    }
+    let located = locate(&guest.ram, &guest.vcpus);
+    assert!(matches!(located, Ok(Located::NotYet(NotYet::NoRoot))), "{located:?}");
 }
 
 #[test]

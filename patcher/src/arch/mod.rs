@@ -45,10 +45,10 @@ pub trait Arch: fmt::Debug + Send + Sync {
 
     /// Whether `root`, under which a vCPU has a kernel, can be the kernel's own for good, although the
     /// kernel's table of symbols has none of [`kernel_root_symbols`](Arch::kernel_root_symbols) (no
-    /// CONFIG_KALLSYMS_ALL). `read_only_data` is the memory between the kernel's text and its init
-    /// text.
-    fn is_kernel_root(&self, _root: Gpa, _read_only_data: &Range<Gpa>) -> bool {
-        false
+    /// CONFIG_KALLSYMS_ALL); `None` where nothing but the symbol tells. `read_only_data` is the memory
+    /// between the kernel's text and its init text.
+    fn is_kernel_root(&self, _root: Gpa, _read_only_data: &Range<Gpa>) -> Option<bool> {
+        None
     }
 
     /// Where the kernel's image may be in address spaces of this format, and how it is told.

@@ -213,11 +213,12 @@ fn root(
     let data = read_only_data(image, symbols);
     let begin = image.phys + (data.start.0 - image.range.start.0);
     let end = begin + data.end.offset_from(data.start).unwrap_or(0);
-    if arch.is_kernel_root(space.root, &(begin..end)) {
-        return Ok(Some(space.root));
+    match arch.is_kernel_root(space.root, &(begin..end)) {
+        Some(true) => Ok(Some(space.root)),
+        // It is still on the tables with which it boots.
+        Some(false) => Ok(None),
+        None => Err(VariableError::NoSymbol { symbol: first }),
     }
-    // A kernel that has one built in must be asked again once it is in use.
-    Err(VariableError::NoSymbol { symbol: first })
 }
 
 /// What lies between the kernel's text and its init text.

@@ -60,9 +60,9 @@ impl Arch for Aarch64 {
         &["swapper_pg_dir"]
     }
 
-    fn is_kernel_root(&self, root: Gpa, read_only_data: &Range<Gpa>) -> bool {
+    fn is_kernel_root(&self, root: Gpa, read_only_data: &Range<Gpa>) -> Option<bool> {
         // The tables with which a kernel boots lie at the image's end.
-        read_only_data.contains(&root)
+        Some(read_only_data.contains(&root))
     }
 
     fn image_window(&self, format: &TableFormat) -> ImageWindow {
