@@ -3,20 +3,9 @@
  * from compiled.c.
  */
 
-	/* A function, where its pad's changeable instruction is, and how often a call of it enters the
-	 * guest's own tracing. */
-	.macro	entry name, offset, traced
-	.pushsection .rodata.pads, "a"
-	.quad	\name, \name + \offset, \traced
-	.popsection
-	.endm
-
-	.macro	function name, offset, traced
-	.globl	\name
-	.type	\name, @function
-\name:
-	entry	\name, \offset, \traced
-	.endm
+/* `done` aligns what follows it: here that would part a function from the words in front of it. */
+#define ALIGN	4
+#include "../pads.h"
 
 	.macro	done name
 	b	body
@@ -24,11 +13,6 @@
 	.balign	16
 	.endm
 
-	.section .rodata.pads, "a"
-	.balign	8
-	.globl	pads
-pads:
-	.text
 	.balign	16
 
 	function prepared, 4, 0

@@ -6,21 +6,8 @@
 #define STG	.byte 0xe3, 0xe0, 0xf0, 0x08, 0x00, 0x24	/* stg %r14,8(%r15) */
 #define LG	.byte 0xe3, 0xe0, 0xf0, 0x08, 0x00, 0x04	/* lg %r14,8(%r15) */
 
-	/* A function, where its pad's changeable instruction is, and how often a call of it enters the
-	 * guest's own tracing. */
-	.macro	entry name, offset, traced
-	.pushsection .rodata.pads, "a"
-	.quad	\name, \name + \offset, \traced
-	.popsection
-	.endm
-
-	.macro	function name, offset, traced
-	.globl	\name
-	.type	\name, @function
-	.balign	8
-\name:
-	entry	\name, \offset, \traced
-	.endm
+#define ALIGN	8
+#include "../pads.h"
 
 	.macro	done name
 	jg	body
@@ -35,12 +22,6 @@
 	.short	0
 	.quad	\of + 6, ftrace_caller
 	.endm
-
-	.section .rodata.pads, "a"
-	.balign	8
-	.globl	pads
-pads:
-	.text
 
 	function block_316, 6, 0
 	STG

@@ -6,32 +6,13 @@
 #define NOP	.byte 0x0f, 0x1f, 0x44, 0x00, 0x00
 #define NOP_K8	.byte 0x66, 0x66, 0x66, 0x66, 0x90
 
-	/* A function, where its pad's changeable instruction is, and how often a call of it enters the
-	 * guest's own tracing. */
-	.macro	entry name, offset, traced
-	.pushsection .rodata.pads, "a"
-	.quad	\name, \name + \offset, \traced
-	.popsection
-	.endm
-
-	.macro	function name, offset, traced
-	.globl	\name
-	.type	\name, @function
-	.balign	16
-\name:
-	entry	\name, \offset, \traced
-	.endm
+#define ALIGN	16
+#include "../pads.h"
 
 	.macro	done name
 	jmp	body
 	.size	\name, . - \name
 	.endm
-
-	.section .rodata.pads, "a"
-	.balign	8
-	.globl	pads
-pads:
-	.text
 
 	function nop, 0, 0
 	NOP
