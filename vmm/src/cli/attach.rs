@@ -14,17 +14,17 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use clap::builder::NonEmptyStringValueParser;
+use vmm::control::Name;
 use vmm::control::protocol::Totals;
-use vmm::control::{Name, Server};
 use vmm::kvm::GuestExit;
 use vmm::qemu::{Attach, AttachError, Attached, journals_folder};
 
-use super::output::{Output, Records};
-use super::run::{Tracer, claim};
+use super::output::Records;
+use super::serving::{Serving, claim, serve};
 use super::size::Size;
 use super::status::Status;
-use super::watch::{self, Identity, Plan, Watched};
+use super::trace_options::TraceOptions;
+use super::watch::{self, Plan, Watched, panic_said};
 use super::{is_broken_pipe, report, say};
 use crate::signals::{self, EndSignal};
 
@@ -40,34 +40,8 @@ pub struct Options {
     #[arg(long, value_name = "NAME")]
     name: Option<Name>,
 
-    /// Trace the kernel
-    #[arg(long, value_name = "TRACER")]
-    trace: Option<Tracer>,
-
-    /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
-    #[arg(
-        short,
-        long,
-        value_name = "GLOB",
-        requires = "trace",
-        value_parser = NonEmptyStringValueParser::new()
-    )]
-    filter: Vec<String>,
-
-    /// Don't trace functions that match, even if a filter does; may be given several times
-    #[arg(
-        short,
-        long,
-        value_name = "GLOB",
-        requires = "trace",
-        value_parser = NonEmptyStringValueParser::new()
-    )]
-    notrace: Vec<String>,
-
-    /// Write the trace to a file; - is standard output, the default
-    #[arg(short, long, value_name = "FILE", requires = "trace")]
-    output: Option<Output>,
+    #[command(flatten)]
+    tracing: TraceOptions,
 
     /// How much memory the guest's kernel was told of by its parameter mem=, if QEMU's command line
     /// does not show that; a size as for vmm run --memory
@@ -127,13 +101,10 @@ enum Reason {
 /// The guest can't be attached to or be left, or something failed meanwhile.
 pub fn run(options: &Options) -> Result<Status> {
     let stop = Arc::new(AtomicBool::new(false));
-    let records = match options.trace {
-        Some(Tracer::Func) => {
-            let output = options.output.as_ref().unwrap_or(&Output::Stdout);
-            Some(Records::open(output, &[] as &[&Path], Arc::clone(&stop))?)
-        }
-        None => None,
-    };
+    let records = options.tracing.records();
+    let records = records
+        .map(|output| Records::open(&output, &[] as &[&Path], Arc::clone(&stop)))
+        .transpose()?;
     let claim = claim(options.name.as_ref())?;
     let attached = attach(options)?;
     if let Some(restored) = attached.restored() {
@@ -151,14 +122,8 @@ pub fn run(options: &Options) -> Result<Status> {
         attached.architecture(),
         attached.pid()
     ));
-    let (server, commands) = claim
-        .map(|claim| Server::start(claim).context("the control socket can't be served"))
-        .transpose()?
-        .unzip();
-    let name = server.as_ref().map(|server| server.name().to_string()).unwrap_or_default();
-    let identity = Identity { name, engine: "QEMU, attached".to_owned() };
-    let filter = watch::filter(&options.filter, &options.notrace);
-    let trace = records.map(|records| (records, filter));
+    let Serving { server, commands, identity } = serve(claim, "QEMU, attached")?;
+    let trace = records.zip(options.tracing.request());
     let plan = Plan::new(trace, false, identity, commands);
 
     let (sender, reasons) = mpsc::channel();
@@ -251,14 +216,8 @@ fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
         Reason::MonitorLost => bail!(
             "QEMU's monitor has hung up although QEMU runs; the guest was left as it was found"
         ),
-        Reason::Guest(GuestExit::Panicked) => {
-            say(GuestExit::Panicked);
-            Status::GuestPanicked
-        }
-        _ if panicked => {
-            say(GuestExit::Panicked);
-            Status::GuestPanicked
-        }
+        Reason::Guest(GuestExit::Panicked) => panic_said(),
+        _ if panicked => panic_said(),
         Reason::Guest(GuestExit::PowerOff) => Status::Success,
         Reason::Guest(exit) => {
             say(&exit);

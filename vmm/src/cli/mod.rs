@@ -18,9 +18,11 @@ mod ps;
 mod reach;
 mod report;
 mod run;
+mod serving;
 mod size;
 mod status;
 mod trace;
+mod trace_options;
 mod watch;
 
 use status::Status;

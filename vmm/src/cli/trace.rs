@@ -12,16 +12,17 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail};
+use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
-use clap::{Args, ValueEnum};
 use patcher::trace::sink::Sink;
-use vmm::control::protocol::{self, Armed, EndReason, RefusalKind, TraceRequest};
+use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
 use super::output::{Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
+use super::trace_options::Tracer;
 use super::{is_broken_pipe, report, say};
 use crate::signals::{self, EndSignal};
 
@@ -65,13 +66,6 @@ Example:
   Watch which functions of the VFS a guest calls, but for one:
     vmm trace guest1 func -f 'vfs_*' -n vfs_getattr";
 
-/// What is recorded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Tracer {
-    /// Each call of a function, with its caller
-    Func,
-}
-
 /// How often a guest that is not ready yet is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -107,9 +101,7 @@ pub fn run(options: &Options) -> Result<Status> {
     .context("signals can't be handled")?;
 
     let request = TraceRequest {
-        tracer: match options.tracer {
-            Tracer::Func => protocol::Tracer::Func,
-        },
+        tracer: options.tracer.into(),
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
     };

@@ -15,13 +15,13 @@ use std::thread;
 
 use anyhow::{Context, Result, bail};
 use vmm::control::protocol::Totals;
-use vmm::control::{Claim, Name, Place, Server};
 use vmm::devices::Console as SerialConsole;
 use vmm::kvm::GuestExit;
 
 use super::output::Records;
+use super::serving::{Serving, claim, serve};
 use super::status::Status;
-use super::watch::{self, Identity, Plan, Watched};
+use super::watch::{self, Plan, Watched, panic_said};
 use super::{is_broken_pipe, report, say};
 use crate::signals::{self, EndSignal};
 
@@ -31,7 +31,7 @@ mod options;
 
 use console::Typing;
 use options::Console;
-pub use options::{Conflict, Options, Tracer};
+pub use options::{Conflict, Options};
 
 /// Why a run ends.
 #[derive(Debug)]
@@ -72,25 +72,15 @@ pub fn run(options: &Options) -> Result<Status> {
     let stop = Arc::new(AtomicBool::new(false));
     let (sender, reasons) = mpsc::channel();
     let sink = console::sink(&console, &inputs, &sender)?;
-    let records = options.records();
+    let records = options.tracing.records();
     let records =
         records.map(|output| Records::open(&output, &inputs, Arc::clone(&stop))).transpose()?;
     let claim = claim(options.name.as_ref())?;
 
     let serial = SerialConsole::new(sink).context("the guest's console can't be had")?;
     let guest = engine::build(options, rings, serial)?;
-    let (server, commands) = match claim {
-        Some(claim) => {
-            let (server, commands) =
-                Server::start(claim).context("the control socket can't be served")?;
-            (Some(server), Some(commands))
-        }
-        None => (None, None),
-    };
-    let name = server.as_ref().map(|server| server.name().to_string()).unwrap_or_default();
-    let identity = Identity { name, engine: guest.engine().to_owned() };
-    let filter = watch::filter(&options.filter, &options.notrace);
-    let trace = records.map(|records| (records, filter));
+    let Serving { server, commands, identity } = serve(claim, guest.engine())?;
+    let trace = records.zip(options.tracing.request());
     let plan = Plan::new(trace, console == Console::Stdio, identity, commands);
 
     let on_signal = sender.clone();
@@ -129,26 +119,6 @@ pub fn run(options: &Options) -> Result<Status> {
     // Clients have been given the end of their traces; they get a moment to take it.
     drop(server);
     conclude(reason, watched.unwrap_or_else(|panic| panic::resume_unwind(panic)))
-}
-
-/// Takes a name for the guest. One that was not asked for is no reason to fail.
-///
-/// # Errors
-/// The name can't be had.
-pub fn claim(name: Option<&Name>) -> Result<Option<Claim>> {
-    match Place::of_this_user().claim(name) {
-        Ok(claim) => Ok(Some(claim)),
-        Err(error) if name.is_some() => Err(error.into()),
-        Err(error) => {
-            say(format!("other terminals can't reach this guest: {error}"));
-            Ok(None)
-        }
-    }
-}
-
-fn panic_said() -> Status {
-    say(GuestExit::Panicked);
-    Status::GuestPanicked
 }
 
 /// Sums up and says how it ended.

@@ -5,7 +5,6 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use patcher::region::{MIN_RING_BYTES, rings_window_len};
@@ -15,6 +14,7 @@ use vmm::qemu::Architecture;
 
 use crate::cli::output::Output;
 use crate::cli::size::Size;
+use crate::cli::trace_options::TraceOptions;
 
 /// Boot a Linux kernel in a virtual machine, and trace its functions from outside
 #[derive(Debug, Args)]
@@ -59,34 +59,8 @@ pub struct Options {
     #[arg(long, value_name = "stdio|off|FILE")]
     pub console: Option<Console>,
 
-    /// Trace the kernel while it runs
-    #[arg(long, value_name = "TRACER")]
-    pub trace: Option<Tracer>,
-
-    /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
-    #[arg(
-        short,
-        long,
-        value_name = "GLOB",
-        requires = "trace",
-        value_parser = NonEmptyStringValueParser::new()
-    )]
-    pub filter: Vec<String>,
-
-    /// Don't trace functions that match, even if a filter does; may be given several times
-    #[arg(
-        short,
-        long,
-        value_name = "GLOB",
-        requires = "trace",
-        value_parser = NonEmptyStringValueParser::new()
-    )]
-    pub notrace: Vec<String>,
-
-    /// Write the trace to a file; - is standard output, the default
-    #[arg(short, long, value_name = "FILE", requires = "trace")]
-    pub output: Option<Output>,
+    #[command(flatten)]
+    pub tracing: TraceOptions,
 
     /// How much each CPU's ring holds until it is read, rounded up to a power of two; a size as for
     /// --memory. By default 16M for each CPU, less with many CPUs
@@ -136,13 +110,6 @@ pub enum Accel {
     Tcg,
 }
 
-/// What is recorded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Tracer {
-    /// Each call of a function, with its caller
-    Func,
-}
-
 /// Where the guest's console is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Console {
@@ -176,11 +143,6 @@ fn cpus(text: &str) -> Result<NonZeroU32, String> {
 }
 
 impl Options {
-    /// Where the records go, if there are any.
-    pub fn records(&self) -> Option<Output> {
-        self.trace.map(|_| self.output.clone().unwrap_or(Output::Stdout))
-    }
-
     /// Memory for rings in bytes, as a machine wants it, or `None` for what it has anyway.
     ///
     /// # Errors
@@ -201,7 +163,7 @@ impl Options {
     /// # Errors
     /// Both were told to go to the same place.
     pub fn console(&self) -> Result<Console, Conflict> {
-        let records = self.records();
+        let records = self.tracing.records();
         match (&self.console, &records) {
             (None, Some(Output::Stdout)) => Ok(Console::Off),
             (None, _) => Ok(Console::Stdio),
@@ -247,6 +209,7 @@ mod tests {
     use patcher::region::{RECORD_BYTES, RingLayout};
 
     use super::*;
+    use crate::cli::trace_options::Tracer;
 
     #[derive(Debug, Parser)]
     struct Run {
@@ -271,7 +234,7 @@ mod tests {
         assert_eq!(options.cpus.get(), 1);
         assert_eq!(options.memory.bytes(), 512 << 20);
         assert_eq!(options.accel, Accel::Auto);
-        assert_eq!(options.records(), None);
+        assert_eq!(options.tracing.records(), None);
         assert_eq!(options.console(), Ok(Console::Stdio));
         assert!(Run::try_parse_from(["run"]).unwrap_err().to_string().contains("--kernel"));
     }
@@ -280,10 +243,10 @@ mod tests {
     fn filters_are_collected_in_order() {
         let options =
             parse("--trace func -f vfs_* --filter ext4_* -n vfs_get* --notrace x -o out").unwrap();
-        assert_eq!(options.trace, Some(Tracer::Func));
-        assert_eq!(options.filter, ["vfs_*", "ext4_*"]);
-        assert_eq!(options.notrace, ["vfs_get*", "x"]);
-        assert_eq!(options.records(), Some(Output::File("out".into())));
+        assert_eq!(options.tracing.trace, Some(Tracer::Func));
+        assert_eq!(options.tracing.filter, ["vfs_*", "ext4_*"]);
+        assert_eq!(options.tracing.notrace, ["vfs_get*", "x"]);
+        assert_eq!(options.tracing.records(), Some(Output::File("out".into())));
     }
 
     #[test]

@@ -9,13 +9,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Error, Result, ensure};
 use patcher::kernel::{Kernel, Located, Unready, locate};
 use patcher::machine::{Machine, Registers};
-use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::tracer::Summary;
 use vmm::control::Command;
+use vmm::control::protocol::TraceRequest;
+use vmm::kvm::GuestExit;
 
 use super::output::Records;
 use super::progress::Progress;
 use super::say;
+use super::status::Status;
 
 mod answers;
 mod service;
@@ -38,7 +40,7 @@ const LONG: Duration = Duration::from_secs(30);
 
 /// What the watcher is to do.
 pub struct Plan {
-    trace: Option<(Records, Filter)>,
+    trace: Option<(Records, TraceRequest)>,
     desk: Desk,
     waiting: Progress,
     tracing: Progress,
@@ -53,17 +55,11 @@ pub struct Identity {
     pub engine: String,
 }
 
-/// The filter of these globs.
-pub fn filter(only: &[String], except: &[String]) -> Filter {
-    let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
-    Filter { only: globs(only), except: globs(except) }
-}
-
 impl Plan {
-    /// A plan to trace what a filter selects into some records, if that is wanted, and to answer
+    /// A plan to trace what is asked for into some records, if that is wanted, and to answer
     /// `commands` about the guest meanwhile. Its console is `on_terminal` or elsewhere.
     pub fn new(
-        trace: Option<(Records, Filter)>,
+        trace: Option<(Records, TraceRequest)>,
         on_terminal: bool,
         identity: Identity,
         commands: Option<Receiver<Command>>,
@@ -76,6 +72,12 @@ impl Plan {
             tracing: Progress::new(on_terminal || records_shown),
         }
     }
+}
+
+/// Says that the guest's kernel has panicked, which ends whatever was done with it.
+pub fn panic_said() -> Status {
+    say(GuestExit::Panicked);
+    Status::GuestPanicked
 }
 
 /// What the watcher has seen.
@@ -113,7 +115,7 @@ struct Watcher<'a> {
 impl Watcher<'_> {
     fn run(
         &mut self,
-        trace: Option<(Records, Filter)>,
+        trace: Option<(Records, TraceRequest)>,
         waiting: &mut Progress,
         tracing: &mut Progress,
     ) -> Result<()> {
@@ -207,7 +209,7 @@ impl Watcher<'_> {
     fn serve(
         &mut self,
         kernel: &Kernel,
-        trace: Option<(Records, Filter)>,
+        trace: Option<(Records, TraceRequest)>,
         waiting: &mut Progress,
         tracing: &mut Progress,
     ) -> Result<()> {
@@ -230,8 +232,8 @@ impl Watcher<'_> {
 
         let mut service = Service::new(self.machine, kernel, &self.desk);
         let name = trace.as_ref().map(|(records, _)| records.name().to_owned());
-        if let Some((records, filter)) = trace {
-            service.trace_own(records, &filter)?;
+        if let Some((records, request)) = trace {
+            service.trace_own(records, request)?;
             self.watched.too_early = false;
         }
         let mut panic = PanicWatch::new(kernel);

@@ -21,7 +21,7 @@ use vmm::control::{Command, Outbox, TraceWanted};
 
 use super::answers::{Desk, list};
 use super::writer::Writer;
-use super::{LOOK, broken, filter};
+use super::{LOOK, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
 use crate::cli::{report, say};
@@ -99,20 +99,14 @@ impl<'m> Service<'m> {
     ///
     /// # Errors
     /// Nothing is selected, or it can't be armed or written.
-    pub fn trace_own(&mut self, mut records: Records, filter: &Filter) -> Result<()> {
+    pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
         let (machine, kernel) = (self.machine, self.kernel);
         let tracer = self.tracer()?;
-        let selection = tracer.select(filter)?;
+        let selection = tracer.select(&filter(&request))?;
         records.begin(machine.vcpus()).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(&selection, outbox)?;
         say(report::armed(&describe(kernel, machine, &selection, &armed)));
-        let patterns = |globs: &[Glob]| globs.iter().map(|glob| glob.pattern().into()).collect();
-        let request = TraceRequest {
-            tracer: protocol::Tracer::Func,
-            filter: patterns(&filter.only),
-            notrace: patterns(&filter.except),
-        };
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
@@ -335,14 +329,13 @@ impl<'m> Service<'m> {
             return Err(failed("the kernel that was found in the guest is no longer there".into()));
         }
         let tracer = self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
-        let selection =
-            tracer.select(&filter(&request.filter, &request.notrace)).map_err(|error| {
-                let kind = match error {
-                    SelectError::Filter(_) => RefusalKind::Refused,
-                    _ => RefusalKind::Failed,
-                };
-                Refusal::new(kind, error.to_string())
-            })?;
+        let selection = tracer.select(&filter(request)).map_err(|error| {
+            let kind = match error {
+                SelectError::Filter(_) => RefusalKind::Refused,
+                _ => RefusalKind::Failed,
+            };
+            Refusal::new(kind, error.to_string())
+        })?;
         let added = tracer.add(&selection, outbox);
         let (client, armed) = added.map_err(|error| {
             let kind = match error {
@@ -353,6 +346,12 @@ impl<'m> Service<'m> {
         })?;
         Ok((client, armed, describe(kernel, machine, &selection, &armed)))
     }
+}
+
+/// The functions that are asked for.
+fn filter(request: &TraceRequest) -> Filter {
+    let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
+    Filter { only: globs(&request.filter), except: globs(&request.notrace) }
 }
 
 /// What is said of a trace that begins.

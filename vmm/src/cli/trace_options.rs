@@ -1,0 +1,68 @@
+//! What the commands that begin to watch a guest can be told about tracing it.
+
+use clap::builder::NonEmptyStringValueParser;
+use clap::{Args, ValueEnum};
+use vmm::control::protocol::{self, TraceRequest};
+
+use super::output::Output;
+
+/// A trace that is wanted from the beginning.
+#[derive(Debug, Args)]
+pub struct TraceOptions {
+    /// Trace the kernel while it runs
+    #[arg(long, value_name = "TRACER")]
+    pub trace: Option<Tracer>,
+
+    /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
+    /// given several times. By default every function is traced
+    #[arg(
+        short,
+        long,
+        value_name = "GLOB",
+        requires = "trace",
+        value_parser = NonEmptyStringValueParser::new()
+    )]
+    pub filter: Vec<String>,
+
+    /// Don't trace functions that match, even if a filter does; may be given several times
+    #[arg(
+        short,
+        long,
+        value_name = "GLOB",
+        requires = "trace",
+        value_parser = NonEmptyStringValueParser::new()
+    )]
+    pub notrace: Vec<String>,
+
+    /// Write the trace to a file; - is standard output, the default
+    #[arg(short, long, value_name = "FILE", requires = "trace")]
+    pub output: Option<Output>,
+}
+
+/// What is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Tracer {
+    /// Each call of a function, with its caller
+    Func,
+}
+
+impl From<Tracer> for protocol::Tracer {
+    fn from(tracer: Tracer) -> Self {
+        match tracer {
+            Tracer::Func => Self::Func,
+        }
+    }
+}
+
+impl TraceOptions {
+    /// Where the records go, if there are any.
+    pub fn records(&self) -> Option<Output> {
+        self.trace.map(|_| self.output.clone().unwrap_or(Output::Stdout))
+    }
+
+    /// What is traced, if anything is.
+    pub fn request(&self) -> Option<TraceRequest> {
+        let tracer = self.trace?.into();
+        Some(TraceRequest { tracer, filter: self.filter.clone(), notrace: self.notrace.clone() })
+    }
+}
