@@ -1,5 +1,6 @@
 //! Stock guests of any architecture under QEMU's emulation, and what holds for each of them.
 
+use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
@@ -106,6 +107,14 @@ pub fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// Sends a signal, such as `-INT`.
+///
+/// # Panics
+/// There is no such process.
+pub fn signal(name: &str, pid: impl Display) {
+    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
+}
+
 /// Keeps nothing.
 pub struct Nowhere;
 
@@ -132,16 +141,17 @@ impl Sink for Nowhere {
 /// # Panics
 /// It does not come within [`LONG`].
 #[must_use]
-pub fn wait_for_kernel(qemu: &Qemu) -> Box<Kernel> {
+pub fn wait_for_kernel(machine: &dyn Machine) -> Box<Kernel> {
     let mut found: Option<Box<Kernel>> = None;
     wait_until("the kernel", || {
         if found.is_none() {
-            let registers = qemu.sample(0).unwrap();
-            if let Ok(Located::Found(kernel)) = locate(qemu.ram(), &[registers]) {
+            let vcpus = 0..machine.vcpus();
+            let registers: Vec<_> = vcpus.map(|vcpu| machine.sample(vcpu).unwrap()).collect();
+            if let Ok(Located::Found(kernel)) = locate(machine.ram(), &registers) {
                 found = Some(kernel);
             }
         }
-        found.as_ref().is_some_and(|kernel| kernel.readiness(qemu.ram()).is_ok())
+        found.as_ref().is_some_and(|kernel| kernel.readiness(machine.ram()).is_ok())
     });
     found.unwrap()
 }
@@ -226,11 +236,10 @@ pub fn every_function_is_armed_and_put_back(
 }
 
 /// What the engine calls an architecture.
+///
+/// # Panics
+/// Never.
 #[must_use]
 pub fn engine(architecture: Architecture) -> vmm::qemu::Architecture {
-    match architecture {
-        Architecture::X86_64 => vmm::qemu::Architecture::X86_64,
-        Architecture::S390x => vmm::qemu::Architecture::S390x,
-        Architecture::Aarch64 => vmm::qemu::Architecture::Aarch64,
-    }
+    architecture.to_string().parse().expect("both have the names of uname -m")
 }

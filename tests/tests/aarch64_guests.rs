@@ -4,18 +4,18 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use std::{env, fs, process, thread};
+use std::{fs, thread};
 
-use guest_images::{Initramfs, Series, kernel_for};
-use patcher::kernel::{Kernel, Located, MappedRegion, Refusal, locate};
+use guest_images::Architecture::Aarch64;
+use guest_images::{Series, kernel_for};
+use patcher::kernel::{Kernel, MappedRegion, Refusal};
 use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Event, Sink};
+use tests::emulated::{Folder, every_call_makes_one_record, wait_for_kernel};
 use tests::guest::{Transcript, complaints, text};
-use tests::lab::{Trace, vmm};
 use vmm::devices::Console;
 use vmm::qemu::{Architecture, GuestExit, Launch, Qemu};
 
@@ -27,44 +27,16 @@ const LONG: Duration = Duration::from_secs(300);
 const WORK: &str = "vmm.work=forks:400@0+proc-read:/proc/uptime:40000@1,wait-console-line,\
                     proc-read:/proc/version:3000@0+proc-read:/proc/loadavg:3000@1 vmm.dump=aff";
 
-/// A directory of a test's own with an initramfs in it, removed when it ends.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(test: &str) -> Self {
-        let path = env::temp_dir().join(format!("vmm-aarch64-{}-{test}", process::id()));
-        fs::create_dir_all(&path).unwrap();
-        let initramfs = Initramfs::for_architecture(guest_images::Architecture::Aarch64).unwrap();
-        fs::write(path.join("initrd"), initramfs.build()).unwrap();
-        Self(path)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-
-    fn read(&self, name: &str) -> String {
-        fs::read_to_string(self.path(name)).unwrap_or_default()
-    }
-
-    /// A QEMU whose guests have that processor, whatever is asked for.
-    fn qemu_with(&self, cpu: &str) -> PathBuf {
-        let path = self.path("qemu");
-        let script = format!(
-            "#!/bin/bash\nfor word; do [ \"$last\" = -cpu ] && word={cpu}; words+=(\"$word\"); \
-             last=$word; done\nexec qemu-system-aarch64 \"${{words[@]}}\"\n"
-        );
-        fs::write(&path, script).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-        path
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What can't be removed is in a temporary folder anyway.
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// A QEMU in `folder` whose guests have that processor, whatever is asked for.
+fn qemu_with(folder: &Folder, cpu: &str) -> PathBuf {
+    let path = folder.path("qemu");
+    let script = format!(
+        "#!/bin/bash\nfor word; do [ \"$last\" = -cpu ] && word={cpu}; words+=(\"$word\"); \
+         last=$word; done\nexec qemu-system-aarch64 \"${{words[@]}}\"\n"
+    );
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
 }
 
 /// Counts calls by function, caller and CPU.
@@ -100,8 +72,8 @@ struct Guest {
 
 impl Guest {
     fn start(series: Series, cpu: Option<&str>) -> Self {
-        let folder = Folder::new(&series.to_string());
-        let vmlinuz = kernel_for(guest_images::Architecture::Aarch64, series).unwrap().vmlinuz;
+        let folder = Folder::new(Aarch64, &format!("aarch64-{series}"));
+        let vmlinuz = kernel_for(Aarch64, series).unwrap().vmlinuz;
         let mut launch = Launch {
             cpus: 2,
             rings: 32 << 20,
@@ -110,7 +82,7 @@ impl Guest {
             ..Launch::new(Architecture::Aarch64, vmlinuz)
         };
         if let Some(cpu) = cpu {
-            launch.qemu = folder.qemu_with(cpu);
+            launch.qemu = qemu_with(&folder, cpu);
         }
         let transcript = Transcript::default();
         let console = Console::new(Box::new(transcript.clone())).unwrap();
@@ -133,21 +105,9 @@ impl Guest {
         self.wait_until(mark, || self.transcript.text().contains(mark));
     }
 
-    fn kernel(&self) -> Box<Kernel> {
-        let mut found = None;
-        self.wait_until("the kernel", || {
-            let registers = self.qemu.sample(0).unwrap();
-            if let Ok(Located::Found(kernel)) = locate(self.qemu.ram(), &[registers]) {
-                found = kernel.readiness(self.qemu.ram()).is_ok().then_some(kernel);
-            }
-            found.is_some()
-        });
-        found.unwrap()
-    }
-
     /// Everything that is asked of a stock kernel, in one boot of it.
     fn check(self, format: &str) {
-        let kernel = self.kernel();
+        let kernel = wait_for_kernel(&self.qemu);
         assert_eq!(kernel.root().format.name, format);
         self.wait_for("VMM-WORK-BEGIN");
         let region = MappedRegion::new(&self.qemu, &kernel).unwrap();
@@ -254,26 +214,5 @@ fn a_6_12_kernel_with_52_bits_of_address_is_traced_whole() {
 
 #[test]
 fn the_command_traces_a_guest_of_another_architecture() {
-    let folder = Folder::new("command");
-    let work = "vmm.work=proc-read:/proc/version:5000@0+proc-read:/proc/uptime:5000@1";
-    let kernel = kernel_for(guest_images::Architecture::Aarch64, Series::V6_1).unwrap();
-    let mut command = Command::new(vmm());
-    command.args(["run", "--arch", "aarch64", "--accel", "tcg", "--cpus", "2", "--kernel"]);
-    command.arg(kernel.vmlinuz).arg("--initrd").arg(folder.path("initrd"));
-    command.arg("--console").arg(folder.path("console"));
-    command.args(["--cmdline", &format!("quiet {work}")]);
-    command.args(["--trace", "func", "-f", "*_proc_show", "-o"]).arg(folder.path("trace"));
-    let output = command.stdin(Stdio::null()).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
-    let text = folder.read("trace");
-    let trace = Trace::parse(&text);
-    trace.check();
-    assert_eq!(trace.promised.0, trace.promised.1, "nothing was lost");
-    for (function, cpu) in [("version_proc_show", 0), ("uptime_proc_show", 1)] {
-        assert_eq!(trace.count(function), 5000, "{said}");
-        let mut lines = trace.lines.iter().filter(|line| line.function == function);
-        assert!(lines.all(|line| (line.caller, line.cpu) == ("seq_read_iter", cpu)));
-    }
-    assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+    every_call_makes_one_record(Aarch64, Series::V6_1);
 }

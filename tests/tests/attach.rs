@@ -3,65 +3,64 @@
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
-use std::{env, fs, process, thread};
+use std::time::Duration;
+use std::{fs, process};
 
-use guest_images::{Architecture, Initramfs, Series, kernel_for};
-use patcher::kernel::{Kernel, Located, MappedRegion, locate};
-use patcher::machine::Machine;
+use guest_images::{Architecture, Series, kernel_for};
+use patcher::kernel::MappedRegion;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use tests::emulated::{self, output, said, signal, wait_for_kernel, wait_until};
 use tests::guest::{complaints, text};
 use tests::lab::{Trace, vmm};
 use vmm::qemu::{Attach, AttachError, Attached};
 
-/// Far longer than anything here takes.
-const LONG: Duration = Duration::from_secs(180);
-
-/// A directory of a test's own; what runs in it is killed, and it is removed, when the test ends.
-struct Folder(PathBuf, Vec<Child>);
+/// A directory of a test's own, and the QEMUs that it starts, which are killed when it ends.
+struct Folder {
+    files: emulated::Folder,
+    architecture: Architecture,
+    qemus: Vec<Child>,
+}
 
 impl Folder {
-    fn new(test: &str) -> Self {
-        let path = env::temp_dir().join(format!("vmm-attach-{}-{test}", process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Self(path, Vec::new())
+    fn new(architecture: Architecture, test: &str) -> Self {
+        let files = emulated::Folder::new(architecture, &format!("attach-{architecture}-{test}"));
+        Self { files, architecture, qemus: Vec::new() }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.files.path(name)
     }
 
     fn read(&self, name: &str) -> String {
-        fs::read_to_string(self.path(name)).unwrap_or_default()
+        self.files.read(name)
     }
 
     /// Starts QEMU with these options, a kernel's parameters if it has one, and a monitor, and waits
     /// for that. Gives its process number.
-    fn qemu(&mut self, architecture: Architecture, options: &str, append: &[&str]) -> u32 {
-        let folder = self.0.display().to_string();
+    fn qemu(&mut self, options: &str, append: &[&str]) -> u32 {
+        let folder = self.path("").display().to_string();
+        let folder = folder.trim_end_matches('/');
         // An earlier one's.
         let _ = fs::remove_file(self.path("qmp"));
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "--", &format!("qemu-system-{architecture}")]);
+        command.args(["--pdeathsig", "KILL", "--", &format!("qemu-system-{}", self.architecture)]);
         command.args(["-nodefaults", "-display", "none", "-accel", "tcg,thread=multi"]);
-        command.args(options.replace("DIR", &folder).split_ascii_whitespace());
+        command.args(options.replace("DIR", folder).split_ascii_whitespace());
         command.args(append.iter().flat_map(|parameters| ["-append", parameters]));
         command.args(["-qmp", &format!("unix:{folder}/qmp,server=on,wait=off")]);
         let child = command.stdin(Stdio::null()).spawn().unwrap();
         let pid = child.id();
-        self.1.push(child);
+        self.qemus.push(child);
         wait_until("QEMU's monitor", || UnixStream::connect(self.path("qmp")).is_ok());
         pid
     }
 
     /// QEMU with two CPUs and a stock kernel that works for ever, its console in `console`.
-    fn linux(&mut self, architecture: Architecture) -> u32 {
-        let initramfs = Initramfs::for_architecture(architecture).unwrap();
-        fs::write(self.path("initrd"), initramfs.build()).unwrap();
-        let kernel = kernel_for(architecture, Series::V6_1).unwrap().vmlinuz;
-        let (machine, console) = match architecture {
+    fn linux(&mut self) -> u32 {
+        let kernel = kernel_for(self.architecture, Series::V6_1).unwrap().vmlinuz;
+        let (machine, console) = match self.architecture {
             Architecture::X86_64 => ("q35", "ttyS0"),
             Architecture::S390x => ("s390-ccw-virtio", "ttysclp0"),
             Architecture::Aarch64 => ("virt", "ttyAMA0"),
@@ -75,7 +74,7 @@ impl Folder {
         let append = format!(
             "console={console} loglevel=5 mem=512M vmm.work=proc-read:/proc/version:100000000"
         );
-        let pid = self.qemu(architecture, &options, &[&append]);
+        let pid = self.qemu(&options, &[&append]);
         wait_until("work", || self.read("console").contains("VMM-WORK-BEGIN"));
         pid
     }
@@ -111,53 +110,23 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        for child in &mut self.1 {
+        for child in &mut self.qemus {
             // It has ended, unless the test needed it until now.
             let _ = child.kill();
             let _ = child.wait();
         }
-        // What can't be removed is in a temporary folder anyway.
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < LONG, "{what} did not come in {LONG:?}");
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
-fn output(mut child: Child) -> (Option<i32>, String) {
-    wait_until("the program's end", || child.try_wait().unwrap().is_some());
-    said(&child.wait_with_output().unwrap())
-}
-
-fn said(output: &Output) -> (Option<i32>, String) {
-    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
-}
-
-fn signal(name: &str, pid: u32) {
-    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
-}
-
-fn find(machine: &dyn Machine) -> Box<Kernel> {
-    let mut found = None;
-    wait_until("the kernel", || {
-        let registers: Vec<_> = (0..2).map(|vcpu| machine.sample(vcpu).unwrap()).collect();
-        if let Ok(Located::Found(kernel)) = locate(machine.ram(), &registers) {
-            found = Some(kernel);
-        }
-        found.is_some()
-    });
-    found.unwrap()
+/// A program's exit status, and what it said.
+fn told(output: &Output) -> (Option<i32>, String) {
+    (output.status.code(), said(output))
 }
 
 /// The text of the kernel's, as one who attaches finds it.
 fn attached_text(attach: &Attach) -> Vec<u8> {
     let attached = Attached::new(attach).unwrap();
-    let text = text(attached.machine(), &find(attached.machine())).unwrap();
+    let text = text(attached.machine(), &wait_for_kernel(attached.machine())).unwrap();
     attached.detach().unwrap();
     text
 }
@@ -179,18 +148,18 @@ fn an_aarch64_guest_is_left_as_it_was_found() {
 
 /// Attaches to a guest again and again, and ends in every way; it has at least so many functions.
 fn left_as_it_was_found(architecture: Architecture, functions: usize) {
-    let mut folder = Folder::new(&format!("life-{architecture}"));
-    let qemu = folder.linux(architecture);
+    let mut folder = Folder::new(architecture, "life");
+    let qemu = folder.linux();
     let attach = folder.attach();
     let before = attached_text(&attach);
 
     // An end in order.
     let child = folder.trace("first");
-    let second = said(&folder.vmm(&[]).output().unwrap());
+    let second = told(&folder.vmm(&[]).output().unwrap());
     assert_eq!(second.0, Some(1));
     assert!(second.1.contains(&format!("by process {}", child.id())), "{}", second.1);
     signal("-INT", child.id());
-    let (status, words) = output(child);
+    let (status, words) = told(&output(child));
     assert_eq!(status, Some(130), "{words}");
     assert!(words.contains("stops  2") && words.contains(" 0 lost"), "{words}");
     let trace = folder.read("first");
@@ -201,13 +170,13 @@ fn left_as_it_was_found(architecture: Architecture, functions: usize) {
     let mut child = folder.trace("second");
     child.kill().unwrap();
     child.wait().unwrap();
-    let (status, words) = said(&folder.vmm(&["--trace", "func"]).output().unwrap());
+    let (status, words) = told(&folder.vmm(&["--trace", "func"]).output().unwrap());
     assert_eq!(status, Some(1));
     assert!(words.contains("--restore") && words.contains("functions"), "{words}");
     let attached = Attached::new(&Attach { restore: true, ..attach.clone() }).unwrap();
     let restored = attached.restored().unwrap();
     assert!(restored.restored > 50 && restored.foreign.is_empty(), "{restored:?}");
-    let kernel = find(attached.machine());
+    let kernel = wait_for_kernel(attached.machine());
     assert!(text(attached.machine(), &kernel).unwrap() == before, "the text is not what it was");
 
     // The region is where it was, and code that somebody may stand in stays.
@@ -235,7 +204,7 @@ fn left_as_it_was_found(architecture: Architecture, functions: usize) {
     let child = folder.trace("third");
     assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
     signal("-KILL", qemu);
-    let (status, words) = output(child);
+    let (status, words) = told(&output(child));
     assert_eq!(status, Some(5), "{words}");
     assert!(words.contains("QEMU has ended and the guest with it"), "{words}");
 }
@@ -260,11 +229,11 @@ fn hang_up(path: &Path) {
 
 #[test]
 fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
-    let mut folder = Folder::new("monitor");
-    folder.linux(Architecture::X86_64);
+    let mut folder = Folder::new(Architecture::X86_64, "monitor");
+    folder.linux();
     let attach = folder.attach();
     let attached = Attached::new(&attach).unwrap();
-    let kernel = find(attached.machine());
+    let kernel = wait_for_kernel(attached.machine());
     let before = text(attached.machine(), &kernel).unwrap();
     let region = MappedRegion::new(attached.machine(), &kernel).unwrap();
     let filter = Filter { only: vec![patcher::trace::filter::Glob::new("vfs_*")], except: vec![] };
@@ -283,7 +252,7 @@ fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
 
 #[test]
 fn whatever_qemu_lacks_is_named_with_the_option_that_gives_it() {
-    let mut folder = Folder::new("missing");
+    let mut folder = Folder::new(Architecture::X86_64, "missing");
     let told = Some(64 << 20);
     let attach = Attach { told, ..folder.attach() };
     let refused = |attach: &Attach| Attached::new(attach).unwrap_err();
@@ -300,17 +269,13 @@ fn whatever_qemu_lacks_is_named_with_the_option_that_gives_it() {
         (&format!("{shared} -S"), "`cont`"),
         ("-machine microvm -m 128M", "microvm"),
     ] {
-        let pid = folder.qemu(Architecture::X86_64, options, &[]);
+        let pid = folder.qemu(options, &[]);
         let error = refused(&attach).to_string();
         assert!(error.contains(words), "{options}: {error}");
         signal("-KILL", pid);
     }
 
-    let pid = folder.qemu(
-        Architecture::X86_64,
-        &format!("{shared} -gdb unix:DIR/gdb,server=on,wait=off"),
-        &[],
-    );
+    let pid = folder.qemu(&format!("{shared} -gdb unix:DIR/gdb,server=on,wait=off"), &[]);
     let everything = refused(&Attach { told: None, ..attach.clone() });
     assert!(matches!(everything, AttachError::NothingHidden { told: None, .. }), "{everything}");
     let too_much = refused(&Attach { told: Some(120 << 20), ..attach.clone() }).to_string();

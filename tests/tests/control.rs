@@ -1,48 +1,41 @@
 //! Guests that are reached from other terminals: `vmm ps`, `info`, `pads` and `trace`.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
-use std::{env, fs, process, thread};
 
-use guest_images::{Initramfs, Series, kernel};
+use guest_images::Architecture::X86_64;
+use guest_images::{Series, kernel};
 use serde_json::Value;
+use tests::emulated::{self, LONG, said, signal, wait_until};
 use tests::lab::{Trace, vmm};
 
-/// Far longer than anything here takes.
-const LONG: Duration = Duration::from_secs(240);
-
-/// A directory of a test's own, with an initramfs in it and the control sockets of its guests; it is
-/// removed, and whatever still runs is killed, when the test ends.
+/// A directory of a test's own, with the control sockets of its guests in it; whatever still runs is
+/// killed when the test ends.
 struct Folder {
-    path: PathBuf,
+    files: emulated::Folder,
     vmm: PathBuf,
     children: Mutex<Vec<u32>>,
 }
 
 impl Folder {
     fn new(test: &str) -> Self {
-        let path = env::temp_dir().join(format!("vmm-control-{}-{test}", process::id()));
-        fs::create_dir_all(&path).unwrap();
-        fs::write(path.join("initrd"), Initramfs::new().unwrap().build()).unwrap();
-        Self { path, vmm: vmm(), children: Mutex::default() }
-    }
-
-    fn read(&self, name: &str) -> String {
-        fs::read_to_string(self.path.join(name)).unwrap_or_default()
+        let files = emulated::Folder::new(X86_64, &format!("control-{test}"));
+        Self { files, vmm: vmm(), children: Mutex::default() }
     }
 
     fn socket(&self, guest: &str) -> PathBuf {
-        self.path.join("run").join(format!("{guest}.sock"))
+        self.files.path("run").join(format!("{guest}.sock"))
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.vmm);
-        command.args(arguments).env("VMM_RUN_DIR", self.path.join("run")).current_dir(&self.path);
+        command.args(arguments).env("VMM_RUN_DIR", self.files.path("run"));
+        command.current_dir(self.files.path("."));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
@@ -105,18 +98,16 @@ impl Drop for Folder {
             // Those that ended in order are gone, and were waited for.
             let stat = fs::read_to_string(format!("/proc/{child}/cmdline")).unwrap_or_default();
             if stat.starts_with(&self.vmm.display().to_string()) {
-                signal("-KILL", *child);
+                signal("-KILL", child);
             }
         }
-        // What can't be removed is in a temporary folder anyway.
-        let _ = fs::remove_dir_all(&self.path);
     }
 }
 
 /// A trace of another process's guest.
 struct Tracing {
     child: Child,
-    said: BufReader<process::ChildStderr>,
+    said: BufReader<ChildStderr>,
     first: String,
 }
 
@@ -127,22 +118,6 @@ impl Tracing {
         self.said.read_to_string(&mut self.first).unwrap();
         (self.child.wait().unwrap().code(), self.first)
     }
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < LONG, "{what} did not come in {LONG:?}");
-        thread::sleep(Duration::from_millis(20));
-    }
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn signal(name: &str, pid: u32) {
-    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
 }
 
 /// Reads a guest's console up to a line that has `mark` in it.
@@ -241,10 +216,10 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     assert_eq!(status, Some(0), "{said}");
     assert!(said.contains(" 0 lost") && said.contains("the guest has ended"), "{said}");
     let guest = guest.wait_with_output().unwrap();
-    assert_eq!(guest.status.code(), Some(0), "{}", self::said(&guest));
+    assert_eq!(guest.status.code(), Some(0), "{}", emulated::said(&guest));
     assert!(!folder.socket("a").exists());
 
-    let (first, second) = (folder.read("first"), folder.read("second"));
+    let (first, second) = (folder.files.read("first"), folder.files.read("second"));
     let (first, second) = (Trace::parse(&first), Trace::parse(&second));
     for trace in [&first, &second] {
         trace.check();

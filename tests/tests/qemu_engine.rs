@@ -1,15 +1,15 @@
 //! Stock guests under QEMU's emulation, through the library and as `vmm run --accel tcg`.
 
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Child;
 use std::{fs, io};
 
 use guest_images::Architecture::X86_64;
 use guest_images::{Series, kernel};
 use patcher::machine::{Machine, StopError, TextWrite};
 use tests::emulated::{
-    self, Folder, LONG, every_function_is_armed_and_put_back, output, said, wait_for_kernel,
-    wait_until,
+    self, Folder, LONG, every_function_is_armed_and_put_back, output, said, signal,
+    wait_for_kernel, wait_until,
 };
 use tests::lab::Trace;
 use vmm::devices::Console;
@@ -31,10 +31,6 @@ fn qemu_of(child: &Child) -> String {
     let names = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
     let pids = names.filter_map(|name| name.into_string().ok());
     pids.into_iter().find(|pid| is_its_child(pid)).expect("it has started QEMU")
-}
-
-fn signal(name: &str, pid: &str) {
-    assert!(Command::new("kill").args([name, pid]).status().unwrap().success());
 }
 
 fn is_gone(pid: &str) -> bool {
@@ -90,7 +86,7 @@ fn an_interrupt_ends_a_trace_in_order_and_qemu_with_it() {
     let child = child.arg(folder.path("trace")).spawn().unwrap();
     wait_until("a trace", || folder.read("trace").contains("vfs_read <-"));
     let qemu = qemu_of(&child);
-    signal("-INT", &child.id().to_string());
+    signal("-INT", child.id());
     let output = output(child);
     let said = said(&output);
     assert_eq!(output.status.code(), Some(130), "{said}");
@@ -107,7 +103,7 @@ fn a_qemu_that_is_killed_ends_a_trace_with_a_clear_error() {
     let child = command.args(["--trace", "func", "-f", "vfs_*", "-o"]);
     let child = child.arg(folder.path("trace")).spawn().unwrap();
     wait_until("a trace", || folder.read("trace").contains("vfs_read <-"));
-    signal("-KILL", &qemu_of(&child));
+    signal("-KILL", qemu_of(&child));
     let output = output(child);
     let said = said(&output);
     assert_eq!(output.status.code(), Some(5), "{said}");
