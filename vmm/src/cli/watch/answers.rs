@@ -12,8 +12,8 @@ use patcher::machine::Machine;
 use patcher::trace::filter::Glob;
 use vmm::control::Command;
 use vmm::control::protocol::{
-    Address, Info, KernelInfo, Pad, PadState, Refusal, RefusalKind, RegionInfo, State, Status,
-    TraceInfo,
+    Address, Info, KernelInfo, Pad, PadState, Patch, Refusal, RefusalKind, RegionInfo, State,
+    Status, TraceInfo,
 };
 
 use super::Identity;
@@ -22,6 +22,15 @@ use super::Identity;
 pub struct Desk {
     identity: Identity,
     commands: Option<Receiver<Command>>,
+}
+
+/// How much is going on.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counts {
+    /// Traces.
+    pub traces: usize,
+    /// Patches that are applied.
+    pub patches: usize,
 }
 
 /// How far a guest has come that can't be traced, at least not yet, and why.
@@ -66,11 +75,11 @@ impl Desk {
             Phase::Booting(kernel, reason) => (State::Booting, kernel, reason),
             Phase::Untraceable(kernel, reason) => (State::Untraceable, kernel, reason),
         };
-        let status = self.status(machine, kernel, state, Some(reason), 0);
+        let status = self.status(machine, kernel, state, Some(reason), Counts::default());
         let refusal = match state {
             State::Booting => Refusal::new(
                 RefusalKind::NotReady,
-                format!("the guest is not ready to be traced yet: {reason}; try again later"),
+                format!("the guest is not ready yet: {reason}; try again later"),
             ),
             _ => Refusal::new(RefusalKind::Refused, reason),
         };
@@ -78,12 +87,16 @@ impl Desk {
             Command::Status(answer) => answer.give(Ok(status)),
             Command::Info(answer) => {
                 let kernel = kernel.map(|kernel| kernel_info(kernel, None));
-                answer.give(Ok(Info { status, kernel, region: None, who: Vec::new() }));
+                let (who, patched) = (Vec::new(), Vec::new());
+                answer.give(Ok(Info { status, kernel, region: None, who, patched }));
             }
             Command::Pads(_, answer) => answer.give(Err(refusal)),
             Command::Trace(wanted) => wanted.answer.give(Err(refusal)),
             // There is none.
             Command::Stop(_) => {}
+            Command::PatchApply(wanted) => wanted.answer.give(Err(refusal)),
+            Command::PatchList(answer) => answer.give(Ok(Vec::new())),
+            Command::PatchRevert(_, _, answer) => answer.give(Err(refusal)),
         }
     }
 
@@ -94,7 +107,7 @@ impl Desk {
         kernel: Option<&Kernel>,
         state: State,
         reason: Option<&str>,
-        traces: usize,
+        counts: Counts,
     ) -> Status {
         Status {
             name: self.identity.name.clone(),
@@ -105,7 +118,8 @@ impl Desk {
             reason: reason.map(ToOwned::to_owned),
             arch: kernel.map(|kernel| kernel.arch().name().to_owned()),
             release: kernel.map(|kernel| kernel.release().to_owned()),
-            traces,
+            traces: counts.traces,
+            patches: counts.patches,
         }
     }
 
@@ -116,13 +130,15 @@ impl Desk {
         (kernel, state): (&Kernel, State),
         (pads, ours): (Option<&Pads>, &BTreeMap<Gva, u32>),
         region: Option<&MappedRegion>,
-        who: Vec<TraceInfo>,
+        (who, patched): (Vec<TraceInfo>, Vec<Patch>),
     ) -> Info {
+        let counts = Counts { traces: who.len(), patches: patched.len() };
         Info {
-            status: self.status(machine, Some(kernel), state, None, who.len()),
+            status: self.status(machine, Some(kernel), state, None, counts),
             kernel: Some(kernel_info(kernel, pads.map(|pads| (pads, ours)))),
             region: region.map(|region| region_info(machine, region)),
             who,
+            patched,
         }
     }
 }
