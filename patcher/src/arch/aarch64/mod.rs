@@ -10,7 +10,10 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, Bits, TableFormat};
+use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
     PadLayout, PadState, Pattern, Prefix, ReturnCount, Unpaged,
@@ -20,6 +23,7 @@ use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod trampoline;
 
 /// The aarch64 architecture.
@@ -161,5 +165,17 @@ impl Arch for Aarch64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_AARCH64.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
     }
 }

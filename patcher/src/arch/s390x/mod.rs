@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, TableFormat};
+use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
     PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN, Unpaged,
@@ -12,6 +15,7 @@ use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod returns;
 mod trampoline;
 
@@ -154,5 +158,21 @@ impl Arch for S390X {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_S390.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
+    }
+
+    fn is_branch_thunk(&self, name: &str) -> bool {
+        name.starts_with("__s390_indirect_jump_") || name.starts_with("__s390x_indirect_jump_")
     }
 }

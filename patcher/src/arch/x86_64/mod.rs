@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, Bits, TableFormat};
+use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
     PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
@@ -12,6 +15,7 @@ use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod returns;
 mod trampoline;
 
@@ -126,5 +130,29 @@ impl Arch for X86_64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_X86_64.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
+    }
+
+    fn is_branch_thunk(&self, name: &str) -> bool {
+        name.starts_with("__x86_indirect_thunk_")
+    }
+
+    fn payload_return_thunk(&self) -> Option<&'static str> {
+        Some("__x86_return_thunk")
+    }
+
+    fn return_plainly(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::plain_return(text, field)
     }
 }
