@@ -13,13 +13,14 @@ use std::ops::Range;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadLayout, PadState, Pattern, Prefix, ReturnCount, Unpaged,
+    PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing, TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod stacks;
 mod trampoline;
 
 /// The aarch64 architecture.
@@ -157,6 +158,18 @@ impl Arch for Aarch64 {
             &[("task_struct", "cpu")],
             &[("task_struct", "thread_info"), ("thread_info", "cpu")],
         ])
+    }
+
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn code_address(&self, format: &TableFormat, word: u64) -> u64 {
+        stacks::code_address(format, word)
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {

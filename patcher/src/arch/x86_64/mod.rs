@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
+    OutOfReach, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Standing,
+    TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -13,6 +14,7 @@ use crate::machine::Registers;
 mod pads;
 pub mod paging;
 mod returns;
+mod stacks;
 mod trampoline;
 
 /// The x86_64 architecture.
@@ -122,6 +124,22 @@ impl Arch for X86_64 {
             PerCpuVariable { symbol: "cpu_number", offset: 0 },
             PerCpuVariable { symbol: "pcpu_hot", offset: 12 },
         ])
+    }
+
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn cpu_area(&self, registers: &Registers) -> Option<CpuArea> {
+        stacks::cpu_area(registers)
+    }
+
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &stacks::CPU
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
