@@ -16,12 +16,14 @@ mod layout;
 pub mod paging;
 pub mod relocation;
 pub mod s390x;
+mod stacks;
 pub mod x86_64;
 
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
 use relocation::Relocation;
+pub use stacks::{CpuArea, CpuStack, CpuVariable, Extent, Standing, TaskStacks};
 
 /// One guest architecture.
 pub trait Arch: fmt::Debug + Send + Sync {
@@ -138,6 +140,35 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// the kernel's image, in modules, that the low half does not tell them.
     fn records_whole_callers(&self) -> bool {
         false
+    }
+
+    /// What a vCPU with these registers does, and on which stack.
+    fn standing(&self, registers: &Registers) -> Standing;
+
+    /// What the kernel keeps of a task that is on no CPU.
+    fn task_stacks(&self) -> TaskStacks;
+
+    /// Where the variables of a vCPU with these registers are, if it can be told.
+    fn cpu_area(&self, _registers: &Registers) -> Option<CpuArea> {
+        None
+    }
+
+    /// The stacks that a CPU has beside its tasks', innermost first: those for interrupts and
+    /// exceptions. One that is not listed is known by what is mapped around the stack pointer.
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &[]
+    }
+
+    /// The variable of a CPU that holds the address of the task that it runs, where types do not tell
+    /// of a task whether it is on a CPU.
+    fn current_task(&self) -> Option<CpuVariable> {
+        None
+    }
+
+    /// The address of code that `word`, found on a stack, stands for: processors sign the addresses
+    /// to which functions return.
+    fn code_address(&self, _format: &TableFormat, word: u64) -> u64 {
+        word
     }
 
     /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.

@@ -2,6 +2,7 @@
 //!
 //! A [`Payload`] is read from the file alone. [`Payload::resolve`] finds in a kernel's symbols what it
 //! replaces and what it refers to. [`Resolved::link`] makes the bytes for given addresses.
+//! A [`StackCheck`] tells who stands in the code that is to be replaced.
 
 mod errors;
 mod link;
@@ -10,6 +11,7 @@ mod payload;
 mod replace;
 mod resolve;
 mod sections;
+mod stacks;
 #[cfg(test)]
 mod tests;
 
@@ -20,3 +22,4 @@ pub use payload::{Dropped, MAX_FILE, MAX_LOADED, Payload, PayloadError};
 pub use replace::Replacement;
 pub use resolve::{KernelView, Resolved};
 pub use sections::{OPTIONS_SECTION, SectionPart};
+pub use stacks::{StackCheck, StackCheckError, StackError, Stander, Watched};

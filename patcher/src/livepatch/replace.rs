@@ -85,11 +85,10 @@ pub(super) fn find(
             && !helpers.contains(&**name)
             && !kernel.arch.is_branch_thunk(name)
             && kernel.arch.payload_return_thunk() != Some(name)
+            && kernel.symbols.named(name).any(|symbol| is_function(&symbol))
         {
-            if kernel.symbols.named(name).any(|symbol| is_function(&symbol)) {
-                let map = Map { new: name.clone(), old: name.clone(), position: None };
-                wanted.push(entry(kernel, &map, errors));
-            }
+            let map = Map { new: name.clone(), old: name.clone(), position: None };
+            wanted.push(entry(kernel, &map, errors));
         }
         for (old_name, old) in wanted.into_iter().flatten() {
             if let Some(first) = taken.insert(old.start, name.clone()) {

@@ -16,7 +16,7 @@ use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadLayout, PadState, Pattern, Prefix, ReturnCount, Unpaged,
+    PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing, TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -24,6 +24,7 @@ use crate::machine::Registers;
 mod pads;
 pub mod paging;
 mod relocations;
+mod stacks;
 mod trampoline;
 
 /// The aarch64 architecture.
@@ -161,6 +162,18 @@ impl Arch for Aarch64 {
             &[("task_struct", "cpu")],
             &[("task_struct", "thread_info"), ("thread_info", "cpu")],
         ])
+    }
+
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn code_address(&self, format: &TableFormat, word: u64) -> u64 {
+        stacks::code_address(format, word)
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {

@@ -7,8 +7,9 @@ use object::elf;
 use super::paging::{AddressSpace, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN, Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, ImageWindow, KernelPlace,
+    Logger, OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount,
+    SLOT_LEN, Standing, TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -17,6 +18,7 @@ mod pads;
 pub mod paging;
 mod relocations;
 mod returns;
+mod stacks;
 mod trampoline;
 
 /// The s390x architecture.
@@ -154,6 +156,26 @@ impl Arch for S390X {
 
     fn records_whole_callers(&self) -> bool {
         true
+    }
+
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn cpu_area(&self, registers: &Registers) -> Option<CpuArea> {
+        stacks::cpu_area(registers)
+    }
+
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &stacks::CPU
+    }
+
+    fn current_task(&self) -> Option<CpuVariable> {
+        Some(stacks::CURRENT_TASK)
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {

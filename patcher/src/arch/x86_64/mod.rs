@@ -7,8 +7,9 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
+    OutOfReach, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Standing,
+    TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -17,6 +18,7 @@ mod pads;
 pub mod paging;
 mod relocations;
 mod returns;
+mod stacks;
 mod trampoline;
 
 /// The x86_64 architecture.
@@ -126,6 +128,22 @@ impl Arch for X86_64 {
             PerCpuVariable { symbol: "cpu_number", offset: 0 },
             PerCpuVariable { symbol: "pcpu_hot", offset: 12 },
         ])
+    }
+
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn cpu_area(&self, registers: &Registers) -> Option<CpuArea> {
+        stacks::cpu_area(registers)
+    }
+
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &stacks::CPU
     }
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
