@@ -330,7 +330,7 @@ static long loadavg(void)
 	int file = open("/proc/loadavg", O_RDONLY);
 	if (file < 0)
 		fail("open /proc/loadavg: %s", strerror(errno));
-	for (long i = 0; i % 100 != 0 || !exists(end); i++) {
+	for (long i = 1; i % 100 != 0 || !exists(end); i++) {
 		char text[256];
 		ssize_t got = pread(file, text, sizeof text - 1, 0);
 		if (got < 0)

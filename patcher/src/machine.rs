@@ -37,6 +37,13 @@ pub trait Machine: Sync {
         None
     }
 
+    /// How often the guest was reset since it is under the engine's control, as far as the engine is
+    /// told: each time its kernel was gone, and all that was in it. A reset that ends the guest does
+    /// not count.
+    fn resets(&self) -> u64 {
+        0
+    }
+
     /// Takes one vCPU out of the guest, reads its registers and lets it run on. The others are not
     /// touched.
     ///

@@ -193,6 +193,10 @@ impl Machine for Guest {
         self.journal.as_ref()
     }
 
+    fn resets(&self) -> u64 {
+        self.end.resets.load(Ordering::SeqCst)
+    }
+
     fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {
         Standstill::new(self)?.registers(vcpu)
     }
