@@ -65,7 +65,7 @@ Exit status:
   0    the guest powered itself off, or the trace's reader closed the pipe
   1    something failed; standard error says what
   2    the command line makes no sense
-  3    the guest rebooted, and QEMU ended with that
+  3    the guest rebooted, and QEMU ended with that, or the trace did
   4    the guest's kernel panicked
   5    QEMU has ended for another reason
   129  SIGHUP
@@ -199,7 +199,7 @@ fn wants_back(sites: usize) -> io::Result<bool> {
 
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
-    let Watched { panicked, summary, too_early, error } = watched;
+    let Watched { panicked, reset, summary, too_early, error } = watched;
     if let Some((summary, lasted)) = summary {
         say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
     }
@@ -218,6 +218,10 @@ fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
         ),
         Reason::Guest(GuestExit::Panicked) => panic_said(),
         _ if panicked => panic_said(),
+        Reason::Watcher if reset => {
+            say("the guest was reset, which ends the trace; it runs on");
+            Status::GuestRebooted
+        }
         Reason::Guest(GuestExit::PowerOff) => Status::Success,
         Reason::Guest(exit) => {
             say(&exit);

@@ -106,6 +106,8 @@ pub enum EndReason {
     GuestEnded,
     /// The guest's kernel has panicked.
     GuestPanicked,
+    /// The guest was reset, or runs another kernel.
+    GuestReset,
     /// Its client can't be given anything any more.
     ClientGone,
 }
