@@ -19,7 +19,7 @@ use vmm::control::protocol::{
 };
 use vmm::control::{Command, Outbox, TraceWanted};
 
-use super::answers::{Desk, list};
+use super::answers::{Counts, Desk, list};
 use super::writer::Writer;
 use super::{LOOK, broken};
 use crate::cli::output::Records;
@@ -240,8 +240,7 @@ impl<'m> Service<'m> {
     }
 
     /// Ends every trace in order.
-    pub fn end(mut self, panicked: bool) -> Ended {
-        let reason = if panicked { EndReason::GuestPanicked } else { EndReason::GuestEnded };
+    pub fn end(mut self, reason: EndReason) -> Ended {
         let clients: Vec<ClientId> = self.traces.iter().map(|trace| trace.client).collect();
         clients.into_iter().for_each(|client| self.begin_end(client, reason));
         while !self.traces.is_empty() {
@@ -260,14 +259,15 @@ impl<'m> Service<'m> {
         let state = if panicked { State::Panicked } else { State::Ready };
         match command {
             Command::Status(answer) => {
-                let traces = self.traces.len();
+                let counts = Counts { traces: self.traces.len(), patches: 0 };
                 let kernel = Some(self.kernel);
-                answer.give(Ok(self.desk.status(self.machine, kernel, state, None, traces)));
+                answer.give(Ok(self.desk.status(self.machine, kernel, state, None, counts)));
             }
             Command::Info(answer) => answer.give(Ok(self.info(state))),
             Command::Pads(glob, answer) => answer.give(self.pads(glob.as_deref())),
             Command::Trace(wanted) => self.trace(wanted, panicked),
             Command::Stop(client) => self.begin_end(client, EndReason::Stopped),
+            Command::PatchApply(_) | Command::PatchList(_) | Command::PatchRevert(..) => {}
         }
     }
 
@@ -294,7 +294,7 @@ impl<'m> Service<'m> {
         let (pads, ours) = self.survey();
         let pads = pads.ok();
         let (kernel, region) = ((self.kernel, state), self.region.as_ref());
-        self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, who.collect())
+        self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, (who.collect(), Vec::new()))
     }
 
     fn pads(&self, glob: Option<&str>) -> Result<Vec<Pad>, Refusal> {
