@@ -5,10 +5,12 @@
 //! terminal: an engine hands it a [`machine::Machine`], and that is all it ever sees of one.
 //!
 //! The modules stand on each other in this order, each using only those above it:
-//! [`addr`], [`mem`], [`journal`], [`machine`], [`region`], [`arch`], [`kernel`], [`patch`], [`trace`].
+//! [`addr`], [`mem`], [`journal`], [`machine`], [`region`], [`arch`], [`kernel`], [`patch`],
+//! [`hook`], [`trace`].
 
 pub mod addr;
 pub mod arch;
+pub mod hook;
 pub mod journal;
 pub mod kernel;
 pub mod machine;
