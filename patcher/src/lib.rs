@@ -5,14 +5,15 @@
 //! terminal: an engine hands it a [`machine::Machine`], and that is all it ever sees of one.
 //!
 //! The modules stand on each other in this order, each using only those above it:
-//! [`addr`], [`mem`], [`journal`], [`machine`], [`region`], [`arch`], [`kernel`], [`patch`],
-//! [`hook`], [`trace`].
+//! [`addr`], [`mem`], [`journal`], [`machine`], [`region`], [`arch`], [`kernel`], [`patch`], [`hook`],
+//! [`trace`], [`livepatch`].
 
 pub mod addr;
 pub mod arch;
 pub mod hook;
 pub mod journal;
 pub mod kernel;
+pub mod livepatch;
 pub mod machine;
 pub mod mem;
 pub mod patch;

@@ -211,6 +211,8 @@ pub struct Aarch64Registers {
     pub mair: u64,
     /// `TPIDR_EL1`: while the kernel runs, the offset of this CPU's variables.
     pub tpidr_el1: u64,
+    /// `X9`, `X16`, `X17` and `X30`: where an address to return to may be that is on no stack yet.
+    pub links: [u64; 4],
 }
 
 /// A guest could not be stopped, sampled or resumed.

@@ -19,6 +19,7 @@ mod probes;
 mod records;
 mod slots;
 mod symbols;
+mod tasks;
 #[cfg(test)]
 mod tests;
 mod types;
@@ -33,6 +34,8 @@ pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;
 pub use symbols::{Place, Symbol, Symbols};
+pub(crate) use tasks::Reader;
+pub use tasks::{Comm, Task, TaskLayout, TaskLayoutError, TasksError};
 pub use types::TypesError;
 
 /// A kernel found in a guest's memory.
