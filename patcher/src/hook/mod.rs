@@ -25,6 +25,7 @@ use crate::journal::Entry;
 use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::{self, Foreign, Left, Ours, Patchset};
+use crate::region::Part;
 
 mod error;
 mod stops;
@@ -273,7 +274,7 @@ impl<'m> Hooks<'m> {
         assemble: impl FnOnce(Gva) -> Result<Vec<u8>, HookError>,
     ) -> Result<Gva, HookError> {
         let code = self.region.code();
-        let at = code.place(&self.machine.region_code(), assemble)?;
+        let at = code.place(&self.machine.region(Part::Code), assemble)?;
         if let Some(journal) = self.machine.journal() {
             journal.note_code(code.used())?;
         }

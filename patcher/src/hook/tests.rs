@@ -54,7 +54,7 @@ impl Place {
 
     /// Where a function may be redirected to.
     fn target(&self, nth: u64) -> Gva {
-        self.region.start() + 0x10_0000 + 64 * nth
+        self.region.range(Part::Code).start + 0x10_0000 + 64 * nth
     }
 
     /// Where the near branch in the pad of a function goes, and whether it is a call.
@@ -65,8 +65,10 @@ impl Place {
     /// The bytes of the region's code at an address of it.
     fn code(&self, at: Gva, len: usize) -> Vec<u8> {
         let mut code = vec![0; len];
-        let window = self.guest.region_code().memory;
-        window.read_slice(&mut code, (at.0 - self.region.start().0) as usize).unwrap();
+        let window = self.guest.region(Part::Code).memory;
+        window
+            .read_slice(&mut code, (at.0 - self.region.range(Part::Code).start.0) as usize)
+            .unwrap();
         code
     }
 }

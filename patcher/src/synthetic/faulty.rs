@@ -8,9 +8,10 @@ use super::Guest;
 use crate::addr::Gpa;
 use crate::journal::Journal;
 use crate::machine::{
-    Machine, RegionWindow, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
+    Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
 use crate::mem::{MemError, PhysMem};
+use crate::region::{Part, RegionWindow};
 
 /// What may fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,12 +107,8 @@ impl Machine for Faulty<'_> {
         self.guest.vcpus()
     }
 
-    fn region_code(&self) -> RegionWindow<'_> {
-        self.guest.region_code()
-    }
-
-    fn region_rings(&self) -> RegionWindow<'_> {
-        self.guest.region_rings()
+    fn region(&self, part: Part) -> RegionWindow<'_> {
+        self.guest.region(part)
     }
 
     fn clock_hz(&self) -> u64 {

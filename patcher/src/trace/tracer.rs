@@ -21,7 +21,7 @@ use crate::hook::{HookError, Hooks, ReleaseError, Want, Witness};
 use crate::kernel::Site;
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
-use crate::region::RingLayout;
+use crate::region::{Part, RingLayout};
 
 pub use super::client::Summary;
 
@@ -198,7 +198,7 @@ impl<'m, S> Tracer<'m, S> {
     }
 
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
-        let window = self.machine.region_rings();
+        let window = self.machine.region(Part::Rings);
         let cpus = 0..self.rings.cpus();
         cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu, self.order)).collect()
     }
@@ -252,7 +252,7 @@ impl<'m, S> Tracer<'m, S> {
         mut give: impl FnMut(&mut S, &Event<'_>) -> io::Result<()>,
     ) -> usize {
         self.learn_stubs(hooks);
-        let window = self.machine.region_rings();
+        let window = self.machine.region(Part::Rings);
         look(self.machine, &mut self.readers);
         let mut taken = 0;
         for (cpu, reader) in self.readers.iter_mut().enumerate() {
@@ -427,7 +427,7 @@ impl Witness for Look<'_> {
 }
 
 fn look(machine: &dyn Machine, readers: &mut [RingReader]) {
-    let window = machine.region_rings();
+    let window = machine.region(Part::Rings);
     for reader in readers {
         reader.look(&window.memory);
     }

@@ -39,13 +39,13 @@ impl Traced {
     }
 
     fn reserve(&self, cpu: usize) -> u64 {
-        let window = self.guest.region_rings().memory;
+        let window = self.guest.region(Part::Rings).memory;
         let header = self.region.rings().header_offset(cpu);
         window.get_atomic_ref::<AtomicU64>(header).unwrap().fetch_add(1, Ordering::AcqRel)
     }
 
     fn fill(&self, cpu: usize, index: u64, function: usize, time: u64) {
-        let window = self.guest.region_rings().memory;
+        let window = self.guest.region(Part::Rings).memory;
         let slot = self.region.rings().slot_offset(cpu, index);
         window.write_obj(time, slot).unwrap();
         window.write_obj((self.guest.functions[function].pad.0 + 5) as u32, slot + 8).unwrap();
