@@ -97,7 +97,9 @@ impl Drop for Here {
 pub struct Patched<'h> {
     host: &'h mut dyn Host,
     folder: String,
+    /// Commands that its shell was asked since it booted, and before that.
     asked: usize,
+    before: usize,
 }
 
 /// How long anything may take, in hundredths of a second.
@@ -111,7 +113,7 @@ impl<'h> Patched<'h> {
     /// It does not come up.
     #[must_use]
     pub fn start(host: &'h mut dyn Host, folder: &str, command: &str) -> Self {
-        let mut guest = Self { host, folder: folder.to_owned(), asked: 0 };
+        let mut guest = Self { host, folder: folder.to_owned(), asked: 0, before: 0 };
         guest.succeed("mkdir -p $F && mkfifo $F/keys");
         guest.spawn("guest", &format!("exec 3<>$F/keys; exec {command} <&3"));
         guest.wait("the guest's shell", "grep -q VMM-READY $F/guest || [ -e $F/guest.status ]");
@@ -185,11 +187,11 @@ impl<'h> Patched<'h> {
         self.succeed(&format!("printf '%s\\n' '{quoted}' >$F/keys"));
         let answered = format!(
             "[ $(grep -c 'VMM-SHELL-END [0-9]' $F/guest) -ge {} ] || [ -e $F/guest.status ]",
-            self.asked
+            self.before + self.asked
         );
         self.wait(command, &answered);
         let console = self.read("guest");
-        let (_, mut rest) = console.split_once("VMM-READY\n").expect("a shell");
+        let (_, mut rest) = console.rsplit_once("VMM-READY\n").expect("a shell");
         let (mut answer, mut status) = ("", "");
         for _ in 0..self.asked {
             let next = rest.split_once("VMM-SHELL-END ");
@@ -201,9 +203,16 @@ impl<'h> Patched<'h> {
         answer
     }
 
-    /// Ends the guest's shell.
-    pub fn exit(&mut self) {
-        self.succeed("echo exit >$F/keys");
+    /// Has the guest reboot, and waits for its shell.
+    ///
+    /// # Panics
+    /// It does not come up again.
+    pub fn reboot(&mut self) {
+        let boots = self.succeed("grep -c VMM-READY $F/guest");
+        self.succeed("echo 'echo b >/proc/sysrq-trigger' >$F/keys");
+        let booted = format!("[ $(grep -c VMM-READY $F/guest) -gt {} ]", boots.trim());
+        self.wait("the shell of the guest that reboots", &booted);
+        self.before += std::mem::take(&mut self.asked);
     }
 
     /// Runs `vmm` with these arguments.

@@ -36,8 +36,11 @@ impl Sample {
         }
     }
 
-    /// Checks that the guest sees its effect, or not.
-    fn check(self, guest: &mut Patched<'_>, applied: bool) {
+    /// Checks that the guest sees its effect, or does not.
+    ///
+    /// # Panics
+    /// It is not so.
+    pub fn check(self, guest: &mut Patched<'_>, applied: bool) {
         match self {
             Sample::ProcCmdline => {
                 let shown = guest.ask("cat /proc/cmdline");

@@ -1,6 +1,6 @@
 //! What those who ask about the guest are told.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::process;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
@@ -23,6 +23,15 @@ use super::Identity;
 pub struct Desk {
     identity: Identity,
     commands: Option<Receiver<Command>>,
+}
+
+/// The pads that hold something of ours.
+#[derive(Debug, Default)]
+pub struct Ours {
+    /// Those of functions that are traced, and how many clients trace each.
+    pub traced: BTreeMap<Gva, u32>,
+    /// Those of functions that are replaced.
+    pub patched: BTreeSet<Gva>,
 }
 
 /// How much is going on.
@@ -129,7 +138,7 @@ impl Desk {
         &self,
         machine: &dyn Machine,
         (kernel, state): (&Kernel, State),
-        (pads, ours): (Option<&Pads>, &BTreeMap<Gva, u32>),
+        (pads, ours): (Option<&Pads>, &Ours),
         region: Option<&MappedRegion>,
         (who, patched): (Vec<TraceInfo>, Vec<Patch>),
     ) -> Info {
@@ -144,7 +153,7 @@ impl Desk {
     }
 }
 
-fn kernel_info(kernel: &Kernel, pads: Option<(&Pads, &BTreeMap<Gva, u32>)>) -> KernelInfo {
+fn kernel_info(kernel: &Kernel, pads: Option<(&Pads, &Ours)>) -> KernelInfo {
     let mut counts = BTreeMap::new();
     for pad in pads.into_iter().flat_map(|(pads, ours)| list(pads, ours, None)) {
         *counts.entry(pad.state).or_insert(0) += 1;
@@ -170,19 +179,20 @@ fn region_info(machine: &dyn Machine, region: &MappedRegion) -> RegionInfo {
     }
 }
 
-/// The pads of functions that match `glob`, by address. `ours` are the pads that we have armed, and
-/// how many clients trace each.
-pub fn list(pads: &Pads, ours: &BTreeMap<Gva, u32>, glob: Option<&Glob>) -> Vec<Pad> {
+/// The pads of functions that match `glob`, by address.
+pub fn list(pads: &Pads, ours: &Ours, glob: Option<&Glob>) -> Vec<Pad> {
     let wanted = |name: &str| glob.is_none_or(|glob| glob.matches(name));
     let writable = pads.sites.iter().filter(|site| wanted(&site.name)).map(|site| {
-        let traced_by = ours.get(&site.at).copied();
+        let traced_by = ours.traced.get(&site.at).copied();
+        let patched = ours.patched.contains(&site.at);
         Pad {
             function: site.name.to_string(),
             address: Address(site.at.0),
             prefix: Some(site.prefix.name.to_owned()),
-            state: if traced_by.is_some() { PadState::Ours } else { PadState::Idle },
+            state: if traced_by.is_some() || patched { PadState::Ours } else { PadState::Idle },
             reason: None,
             traced_by: traced_by.unwrap_or(0),
+            patched,
         }
     });
     let refused = pads.refused.iter().filter(|refused| wanted(&refused.name)).map(|refused| Pad {
@@ -195,6 +205,7 @@ pub fn list(pads: &Pads, ours: &BTreeMap<Gva, u32>, glob: Option<&Glob>) -> Vec<
         },
         reason: Some(refused.why.to_string()),
         traced_by: 0,
+        patched: false,
     });
     let mut all: Vec<Pad> = writable.chain(refused).collect();
     all.sort_by_key(|pad| pad.address.0);

@@ -22,6 +22,7 @@ use super::status::Status;
 
 mod answers;
 mod condition;
+mod patching;
 mod service;
 mod writer;
 

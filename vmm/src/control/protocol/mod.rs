@@ -309,15 +309,18 @@ pub struct Pad {
     pub reason: Option<String>,
     /// How many clients trace the function.
     pub traced_by: u32,
+    /// Whether a patch replaces it.
+    #[serde(default)]
+    pub patched: bool,
 }
 
 /// What a pad is like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PadState {
-    /// Nobody traces the function.
+    /// The function is neither traced nor patched.
     Idle,
-    /// We do.
+    /// It is by us.
     Ours,
     /// The guest's own tracing does.
     GuestEnabled,

@@ -124,6 +124,7 @@ fn pad(number: u64) -> Pad {
         state: PadState::Idle,
         reason: None,
         traced_by: 0,
+        patched: false,
     }
 }
 
