@@ -250,6 +250,7 @@ pub fn what_does_not_fit_is_refused(guest: &mut Patched<'_>, payloads: &str) {
     for arguments in [
         "patch a apply",
         "patch a revert one",
+        "patch a apply fix.o --map old",
         "patch a apply fix.o --timeout long",
         "patch a apply fix.o --timeout 25h",
         "patch a apply fix.o --build-id xyz",

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use humantime::parse_duration;
+use patcher::livepatch::Map;
 use vmm::control::Name;
 use vmm::control::protocol::{MAX_NAME, MAX_PAYLOAD, PatchRequest};
 
@@ -26,8 +27,8 @@ pub struct Options {
 
     /// The payload's function NEW replaces the kernel's OLD; of several functions named OLD the one
     /// at POSITION, counted from 1 as in /proc/kallsyms. May be given several times
-    #[arg(long, value_name = "NEW=OLD[,POSITION]", value_parser = NonEmptyStringValueParser::new())]
-    map: Vec<String>,
+    #[arg(long, value_name = "NEW=OLD[,POSITION]", value_parser = parse_map)]
+    map: Vec<Map>,
 
     /// Take the place of all patches that are applied: what the payload does not replace is put back
     #[arg(long)]
@@ -71,7 +72,28 @@ Examples:
   Replace cmdline_proc_show by the payload's function my_show:
     vmm patch guest1 apply fix.o --map my_show=cmdline_proc_show";
 
-fn parse_build_id(text: &str) -> Result<String, &'static str> {
+/// A map, by its option.
+///
+/// # Errors
+/// It is none.
+pub fn parse_map(text: &str) -> Result<Map, String> {
+    Map::parse(text).map_err(|error| error.to_string())
+}
+
+/// A map as it is given.
+fn written(map: &Map) -> String {
+    let Map { new, old, position } = map;
+    match position {
+        Some(position) => format!("{new}={old},{position}"),
+        None => format!("{new}={old}"),
+    }
+}
+
+/// A build-id, by its option.
+///
+/// # Errors
+/// It is none.
+pub fn parse_build_id(text: &str) -> Result<String, &'static str> {
     let is_hexadecimal = text.len() >= 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
     is_hexadecimal.then(|| text.to_ascii_lowercase()).ok_or("8 or more hexadecimal digits are wanted")
 }
@@ -86,7 +108,7 @@ pub fn run(name: &Name, options: &Options) -> Result<Status> {
     let request = PatchRequest {
         bytes: file.len(),
         file: file_name(&options.file),
-        maps: options.map.clone(),
+        maps: options.map.iter().map(written).collect(),
         replace: options.replace,
         consistent: options.consistent,
         timeout_ms: 0,
@@ -151,6 +173,14 @@ mod tests {
         for wrong in ["", "beef", "0x12345678", "not a build-id"] {
             assert!(parse_build_id(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn maps_are_sent_as_they_are_given() {
+        for text in ["new=old", "new=old,2"] {
+            assert_eq!(written(&parse_map(text).unwrap()), text);
+        }
+        assert!(parse_map("old").unwrap_err().contains("NEW=OLD"));
     }
 
     #[test]

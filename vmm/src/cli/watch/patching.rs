@@ -22,3 +22,27 @@ const BACKOFF: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis
 
 /// How long it is tried to find nobody inside when everything has to be taken back.
 const LAST_TRIES: Duration = Duration::from_secs(2);
+
+/// The patches of one kernel, and what waits to be one or to be none any more.
+#[derive(Default)]
+pub struct Patching<'m> {
+    patches: Patches<'m>,
+    waiting: Option<Try>,
+}
+
+/// What somebody waits for.
+struct Try {
+    wanted: Wanted,
+    waiter: Waiter,
+    since: Instant,
+    timeout: Duration,
+    attempts: u64,
+    next: Instant,
+    backoff: Duration,
+}
+
+/// What is to be done, and whom to tell of it.
+enum Wanted {
+    Apply(Box<Pending>, Answer<Patched>),
+    Revert(Box<PendingRevert>, Answer<Reverted>),
+}
