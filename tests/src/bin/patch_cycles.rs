@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use patcher::hook::Hooks;
 use patcher::kernel::MappedRegion;
-use patcher::livepatch::{Attempt, PatchOptions, Patches};
+use patcher::livepatch::{Attempt, PatchOptions, Patches, RevertAttempt};
 use patcher::machine::Machine;
 use tests::guest::{Guest, text};
 use vmm::kvm::{GuestExit, Hardware, LinuxBoot};
@@ -106,20 +106,21 @@ fn cycle(shell: &mut Shell<'_>, work: &str, file: &str, rounds: u64) -> Result<(
     shell.ask(&format!("until [ $(grep -c BEGIN {out}) = 2 ]; do usleep 10000; done"))?;
 
     let mut hooks = Hooks::new(machine, &kernel, &region);
-    let mut patches = Patches::new(&mut hooks)?;
+    let mut patches = Patches::new();
     let (mut busy, mut longest) = (0_u64, Duration::ZERO);
     for _ in 0..rounds {
-        let mut pending = patches.prepare(&mut hooks, &payload, &PatchOptions::default())?;
+        let mut pending = patches.prepare(&hooks, &payload, &PatchOptions::default())?;
         let until = Instant::now() + PATIENCE;
         let id = loop {
-            match patches.attempt(&mut hooks, &mut pending)? {
+            match patches.attempt(&mut hooks, pending)? {
                 Attempt::Applied(applied) => {
                     longest = longest.max(applied.stop.total());
                     break applied.id;
                 }
-                Attempt::Busy(standers) => {
+                Attempt::Busy(again, standers) => {
                     busy += 1;
                     ensure!(Instant::now() < until, "{standers:?} are always in the way");
+                    pending = *again;
                     thread::sleep(AGAIN);
                 }
             }
@@ -127,12 +128,12 @@ fn cycle(shell: &mut Shell<'_>, work: &str, file: &str, rounds: u64) -> Result<(
         thread::sleep(STAY);
         let until = Instant::now() + PATIENCE;
         loop {
-            match patches.revert(&mut hooks, id)? {
-                Attempt::Reverted(reverted) => {
-                    longest = longest.max(reverted.stop.total());
+            match patches.revert(&mut hooks, id, None)? {
+                RevertAttempt::Reverted(reverted) => {
+                    longest = longest.max(reverted.stop.map_or(Duration::ZERO, |stop| stop.total()));
                     break;
                 }
-                Attempt::Busy(standers) => {
+                RevertAttempt::Busy(standers) => {
                     busy += 1;
                     ensure!(Instant::now() < until, "{standers:?} are always in the way");
                     thread::sleep(AGAIN);

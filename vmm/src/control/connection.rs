@@ -11,7 +11,7 @@ use rustix::process::geteuid;
 
 use super::outbox::{Fed, Feed, Outbox};
 use super::protocol::{
-    Function, Greeting, Hello, MAX_FUNCTIONS, MAX_GLOBS, MAX_MAPS, MAX_NAME, MAX_PADS,
+    Function, Greeting, Hello, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_GLOBS, MAX_MAPS, MAX_PADS,
     MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_REQUEST, Patch, PatchRequest, Refusal, RefusalKind, Reply,
     Request, TraceRequest, VERSION,
 };
@@ -235,8 +235,8 @@ impl Conversation<'_> {
         if request.maps.len() > MAX_MAPS {
             return Err(refused(format!("a payload is told of at most {MAX_MAPS} functions")));
         }
-        if request.file.len() > MAX_NAME {
-            return Err(refused(format!("a file's name has at most {MAX_NAME} bytes")));
+        if request.file.len() > MAX_FILE_NAME {
+            return Err(refused(format!("a file's name has at most {MAX_FILE_NAME} bytes")));
         }
         let wanted = |waiter, answer| {
             Command::PatchApply(Box::new(PatchWanted { request, file, waiter, answer }))

@@ -11,7 +11,7 @@ use clap::builder::NonEmptyStringValueParser;
 use humantime::parse_duration;
 use patcher::livepatch::Map;
 use vmm::control::Name;
-use vmm::control::protocol::{MAX_NAME, MAX_PAYLOAD, PatchRequest};
+use vmm::control::protocol::{MAX_FILE_NAME, MAX_PAYLOAD, PatchRequest};
 
 use super::waiting::{Waiting, parse_timeout};
 use super::{EXIT_STATUS, text};
@@ -156,7 +156,7 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
 /// What a file is called in lists.
 fn file_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
-    let mut length = name.len().min(MAX_NAME);
+    let mut length = name.len().min(MAX_FILE_NAME);
     while !name.is_char_boundary(length) {
         length -= 1;
     }
@@ -186,6 +186,6 @@ mod tests {
     #[test]
     fn a_file_is_called_by_its_name_without_the_folder() {
         assert_eq!(file_name(Path::new("build/x86_64/fix.o")), "fix.o");
-        assert_eq!(file_name(Path::new(&"é".repeat(600))).len(), MAX_NAME);
+        assert_eq!(file_name(Path::new(&"é".repeat(600))).len(), MAX_FILE_NAME);
     }
 }

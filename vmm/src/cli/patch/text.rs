@@ -83,6 +83,7 @@ pub fn in_the_way(waiting: &Waiting) -> String {
 fn stander(stander: &Stander) -> String {
     let Stander { pid, comm, function, vcpu } = stander;
     match vcpu {
+        Some(vcpu) if comm.is_empty() => format!("CPU {vcpu} is in {function}"),
         Some(vcpu) => format!("{comm} ({pid}) on CPU {vcpu} is in {function}"),
         None => format!("{comm} ({pid}) sleeps in {function}"),
     }
@@ -112,8 +113,9 @@ pub fn list(patches: &[Patch]) -> String {
 
 fn replacement(id: u64, function: &Function) -> String {
     match function.in_force {
-        other if other != id => format!("{} (patch {other} is in force)", function.new),
-        _ => function.new.to_string(),
+        Some(other) if other != id => format!("{} (patch {other} is in force)", function.new),
+        Some(_) => function.new.to_string(),
+        None => format!("{} (the guest has changed it)", function.new),
     }
 }
 
@@ -143,6 +145,7 @@ mod tests {
     use super::*;
 
     fn function(name: &str, in_force: u64) -> Function {
+        let in_force = Some(in_force).filter(|id| *id > 0);
         let (old, new) = (Address(0xffff_ffff_8100_0000), Address(0xffff_ffff_c010_0000));
         Function { name: name.into(), old, new, in_force }
     }
@@ -235,13 +238,13 @@ mod tests {
 
     #[test]
     fn the_list_has_a_line_for_each_function() {
-        let patches = [patch(1, &[("a", 2), ("bb", 1)]), patch(2, &[("a", 2)])];
+        let patches = [patch(1, &[("a", 2), ("bb", 0)]), patch(2, &[("a", 2)])];
         assert_eq!(
             list(&patches),
             "\
 ID  STATE     APPLIED               FILE   SHA-256       FUNCTION  FROM                TO
 1   in force  2026-11-30T12:00:00Z  fix.o  0123456789ab  a         0xffffffff81000000  0xffffffffc0100000 (patch 2 is in force)
-                                                         bb        0xffffffff81000000  0xffffffffc0100000
+                                                         bb        0xffffffff81000000  0xffffffffc0100000 (the guest has changed it)
 2   in force  2026-11-30T12:00:00Z  fix.o  0123456789ab  a         0xffffffff81000000  0xffffffffc0100000
 "
         );

@@ -140,9 +140,9 @@ impl Desk {
         (kernel, state): (&Kernel, State),
         (pads, ours): (Option<&Pads>, &Ours),
         region: Option<&MappedRegion>,
-        (who, patched): (Vec<TraceInfo>, Vec<Patch>),
+        (who, patched, patches): (Vec<TraceInfo>, Vec<Patch>, usize),
     ) -> Info {
-        let counts = Counts { traces: who.len(), patches: patched.len() };
+        let counts = Counts { traces: who.len(), patches };
         Info {
             status: self.status(machine, Some(kernel), state, None, counts),
             kernel: Some(kernel_info(kernel, pads.map(|pads| (pads, ours)))),

@@ -310,7 +310,7 @@ impl<'m> Service<'m> {
                 Ok((patching, hooks)) => patching.apply(hooks, *wanted),
                 Err(refusal) => wanted.answer.give(Err(refusal)),
             },
-            Command::PatchList(answer) => answer.give(Ok(self.patching.list())),
+            Command::PatchList(answer) => answer.give(Ok(self.patching.list(self.hooks.as_ref()))),
             Command::PatchRevert(request, waiter, answer) => match self.patched(panicked) {
                 Ok((patching, hooks)) => patching.revert(hooks, &request, waiter, answer),
                 Err(refusal) => answer.give(Err(refusal)),
@@ -344,7 +344,8 @@ impl<'m> Service<'m> {
         let (pads, ours) = self.survey();
         let pads = pads.ok();
         let (kernel, region) = ((self.kernel, state), self.region.get());
-        let going_on = (who.collect(), self.patching.summaries());
+        let patched = self.patching.record(self.hooks.as_ref());
+        let going_on = (who.collect(), patched, self.patching.count());
         self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, going_on)
     }
 

@@ -9,7 +9,7 @@ mod patches;
 mod traces;
 
 pub use patches::{
-    Function, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS, Patch,
+    Function, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS, Patch,
     PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
@@ -232,7 +232,8 @@ pub struct Info {
     pub region: Option<RegionInfo>,
     /// Who traces what.
     pub who: Vec<TraceInfo>,
-    /// What is patched, in the order in which it was applied; without the functions.
+    /// What is patched and the last that was, in the order in which it was applied; without the
+    /// functions.
     #[serde(default)]
     pub patched: Vec<Patch>,
 }

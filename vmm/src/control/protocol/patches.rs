@@ -9,6 +9,9 @@ use super::Address;
 /// Bytes of a payload at most.
 pub const MAX_PAYLOAD: usize = 16 << 20;
 
+/// Bytes of a file's name at most.
+pub const MAX_FILE_NAME: usize = 255;
+
 /// Functions in one [`Reply::Patch`](super::Reply::Patch) or
 /// [`Reply::Functions`](super::Reply::Functions) at most.
 pub const MAX_FUNCTIONS: usize = 512;
@@ -79,9 +82,9 @@ pub struct Waiting {
 /// Somebody who is inside a function.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stander {
-    /// The task's number in the guest.
-    pub pid: i32,
-    /// Its name there.
+    /// The task's number in the guest; 0 for a CPU's idle task, and if it is not known which runs.
+    pub pid: u32,
+    /// Its name there; empty if it is not known.
     pub comm: String,
     /// The function that it is in.
     pub function: String,
@@ -136,6 +139,12 @@ pub enum PatchState {
     Partly,
     /// Later patches replace all of them.
     Covered,
+    /// Nothing: another patch has taken its place.
+    Replaced,
+    /// Nothing: it was taken back.
+    Reverted,
+    /// Nothing: the guest was reset.
+    Gone,
 }
 
 impl PatchState {
@@ -146,6 +155,9 @@ impl PatchState {
             PatchState::InForce => "in force",
             PatchState::Partly => "partly",
             PatchState::Covered => "covered",
+            PatchState::Replaced => "replaced",
+            PatchState::Reverted => "reverted",
+            PatchState::Gone => "gone",
         }
     }
 }
@@ -159,8 +171,9 @@ pub struct Function {
     pub old: Address,
     /// Where the one is that replaces it.
     pub new: Address,
-    /// The patch whose function is in force; this one's if it is this patch.
-    pub in_force: u64,
+    /// The patch whose function is called; none if that is the kernel's own, as when the guest has
+    /// written over its pad.
+    pub in_force: Option<u64>,
 }
 
 /// A patch that is taken back.

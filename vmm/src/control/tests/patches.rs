@@ -92,7 +92,7 @@ pub fn function(number: u64) -> Function {
         name: format!("function_{number}"),
         old: Address(number),
         new: Address(u64::MAX - number),
-        in_force: 1,
+        in_force: Some(1),
     }
 }
 
@@ -195,7 +195,7 @@ fn what_is_asked_of_patches_is_bounded() {
     for request in [
         PatchRequest { maps: vec!["a=b".into(); MAX_MAPS + 1], ..request("f") },
         PatchRequest { timeout_ms: most + 1, ..request("f") },
-        request(&"f".repeat(MAX_NAME + 1)),
+        request(&"f".repeat(MAX_FILE_NAME + 1)),
     ] {
         let refused = client.patch_apply(request, b"ELF", || false, |_| {}).unwrap_err();
         assert!(matches!(refused, ClientError::Refused(r) if r.kind == RefusalKind::Refused));
@@ -228,7 +228,7 @@ fn what_is_asked_of_patches_is_bounded() {
 #[test]
 fn the_largest_messages_about_patches_fit_a_line() {
     let mut patch = patch(u64::MAX, MAX_FUNCTIONS);
-    patch.file = "\u{1}".repeat(MAX_NAME);
+    patch.file = "\u{1}".repeat(MAX_FILE_NAME);
     for function in &mut patch.functions {
         // A name in the kernel's symbols has 511 bytes at most (KSYM_NAME_LEN).
         function.name = "n".repeat(511);
