@@ -5,3 +5,4 @@ pub mod capture;
 pub mod emulated;
 pub mod guest;
 pub mod lab;
+pub mod redirects;
