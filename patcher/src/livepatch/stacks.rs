@@ -375,6 +375,9 @@ impl<'a> Run<'a> {
 
     /// The words of a stack.
     fn words(&mut self, range: Range<Gva>, used: &InUse) -> Result<Vec<u64>, StackError> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
         // Words lie at multiples of their length.
         let begin = range.start.align_down(8);
         let mut bytes = vec![0; range.end.offset_from(begin).unwrap_or(0) as usize];
@@ -488,3 +491,6 @@ fn cpu_variable(reader: &mut Reader<'_>, area: CpuArea, variable: CpuVariable) -
     };
     Some(Gva(value))
 }
+
+#[cfg(test)]
+mod tests;

@@ -24,6 +24,9 @@ const MAX_LINKS: usize = 1 << 20;
 /// The kernel's thread that creates the others, process 2 in every kernel. It is the third in the ring.
 const CREATOR: &[u8] = b"kthreadd";
 
+/// The most bytes of a task in front of its stack (`struct thread_info` and the task's state).
+const FLAGS: u64 = 256;
+
 /// How far the run queue's pointer to its idle task may be from what a task of the kernel's waits in,
 /// which is a part of the run queue, in bytes.
 const QUEUE: u64 = 4096;
@@ -135,6 +138,10 @@ fn by_sample(
         only(distances().filter(|at| sample.iter().all(|task| is_stack(reader, task.u64(*at)))))
             .ok_or("stack")?;
     let begin = begin(&sample).ok_or("beginning")?;
+    // Only flags come before the stack.
+    if !(8..FLAGS).contains(&stack.wrapping_sub(begin)) {
+        return Err("beginning");
+    }
     let sp = only(distances().filter(|at| {
         sample.iter().all(|task| {
             let depth = task.u64(*at).wrapping_sub(task.u64(stack));
