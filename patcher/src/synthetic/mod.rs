@@ -17,10 +17,14 @@ use crate::arch::ByteOrder;
 use crate::kernel::{self, Kernel, Located};
 use crate::machine::{Registers, X86Registers};
 
+#[cfg(test)]
+mod faulty;
 mod kallsyms;
 mod machine;
 pub mod tasks;
 
+#[cfg(test)]
+pub use faulty::{Faulty, Kind};
 pub use kallsyms::{Encoding, SymbolSpec, TableOrder, encode};
 pub use tasks::TaskSpec;
 

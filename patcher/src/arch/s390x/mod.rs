@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, TableFormat};
+use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, ImageWindow, KernelPlace,
     Logger, OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount,
@@ -13,6 +16,7 @@ use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod returns;
 mod stacks;
 mod trampoline;
@@ -117,6 +121,10 @@ impl Arch for S390X {
         pads::encode_call(at, to)
     }
 
+    fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_jump(at, to)
+    }
+
     fn region_window(&self, kernel: &KernelPlace, memory: &Range<Gpa>) -> Range<Gva> {
         let begin = kernel.image.start;
         if begin.0 == kernel.phys.0 {
@@ -176,5 +184,21 @@ impl Arch for S390X {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_S390.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
+    }
+
+    fn is_branch_thunk(&self, name: &str) -> bool {
+        name.starts_with("__s390_indirect_jump_") || name.starts_with("__s390x_indirect_jump_")
     }
 }

@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, Bits, TableFormat};
+use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
     OutOfReach, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Standing,
@@ -13,6 +16,7 @@ use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod returns;
 mod stacks;
 mod trampoline;
@@ -86,6 +90,10 @@ impl Arch for X86_64 {
         pads::encode_call(at, to)
     }
 
+    fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_jump(at, to)
+    }
+
     fn region_window(&self, kernel: &KernelPlace, _memory: &Range<Gpa>) -> Range<Gva> {
         // Everything in the top 2 GiB is within a rel32 of everything else there, so reach sets no
         // bound; where modules begin does: the kernel takes empty entries above for its own.
@@ -144,5 +152,29 @@ impl Arch for X86_64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_X86_64.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
+    }
+
+    fn is_branch_thunk(&self, name: &str) -> bool {
+        name.starts_with("__x86_indirect_thunk_")
+    }
+
+    fn payload_return_thunk(&self) -> Option<&'static str> {
+        Some("__x86_return_thunk")
+    }
+
+    fn return_plainly(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::plain_return(text, field)
     }
 }
