@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
-use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, text_len};
+use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, assemble_stub, stub_ip, text_len};
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
@@ -56,6 +56,8 @@ pub struct Driver<'m> {
     rings: RingLayout,
     code: CodeSpace,
     trampolines: BTreeMap<u16, Range<Gva>>,
+    /// Functions with stubs, by the low half of the address that the records of these carry.
+    stubs: BTreeMap<u32, String>,
     readers: Vec<RingReader>,
 }
 
@@ -82,6 +84,7 @@ impl<'m> Driver<'m> {
             rings,
             code: CodeSpace::new(region.code, machine.region(Part::Code).memory.len() as u64),
             trampolines: BTreeMap::new(),
+            stubs: BTreeMap::new(),
             readers: readers(machine, rings, arch),
         }
     }
@@ -257,6 +260,51 @@ impl<'m> Driver<'m> {
         names.iter().map(site).collect()
     }
 
+    /// Whether a function has signed its return address when its pad comes.
+    ///
+    /// # Panics
+    /// If its pad may not be written.
+    #[must_use]
+    pub fn signs(&self, name: &str) -> bool {
+        self.judge(name).unwrap_or_else(|why| panic!("{name}: {why}")).prefix.signs
+    }
+
+    /// The site of a function that is redirected to another one.
+    ///
+    /// # Panics
+    /// If its pad may not be written.
+    #[must_use]
+    pub fn redirected(&self, name: &str, to: &str) -> Site {
+        self.jump(name, Gva(self.symbol(to)))
+    }
+
+    /// The same for one that is traced as well: by way of a stub.
+    ///
+    /// # Panics
+    /// If its pad may not be written.
+    pub fn redirected_and_traced(&mut self, name: &str, to: &str) -> Site {
+        let (arch, to, logger) = (self.arch, Gva(self.symbol(to)), self.trampoline(0).start);
+        let window = self.machine.region(Part::Code);
+        let stub = self
+            .code
+            .place::<anyhow::Error>(&window, |at| Ok(assemble_stub(arch, at, logger, to)?));
+        let stub = stub.unwrap();
+        self.stubs.insert(stub_ip(arch, stub).0 as u32, name.to_owned());
+        self.jump(name, stub)
+    }
+
+    fn jump(&self, name: &str, to: Gva) -> Site {
+        let pad = self.judge(name).unwrap_or_else(|why| panic!("{name}: {why}"));
+        let at = Gva(self.function(name).pad);
+        Site {
+            function: Arc::from(name),
+            at,
+            gpa: Gpa(at.0),
+            original: pad.original,
+            replacement: self.arch.encode_jump(at, to).unwrap(),
+        }
+    }
+
     /// Arms sites in one stop.
     ///
     /// # Panics
@@ -372,8 +420,9 @@ impl<'m> Driver<'m> {
                 let from = self.functions.iter().find(|function| {
                     function.pad + self.arch.pad_len() as u64 == u64::from(record.ip)
                 });
-                let from = from.unwrap_or_else(|| panic!("{record:x?} names no function"));
-                counts.entry(from.name.clone()).or_insert([0; CPUS])[cpu] += 1;
+                let name = from.map(|from| &from.name).or_else(|| self.stubs.get(&record.ip));
+                let name = name.unwrap_or_else(|| panic!("{record:x?} names no function"));
+                counts.entry(name.clone()).or_insert([0; CPUS])[cpu] += 1;
             }
         }
         counts

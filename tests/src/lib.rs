@@ -6,4 +6,5 @@ pub mod emulated;
 pub mod guest;
 pub mod lab;
 pub mod patched;
+pub mod redirects;
 pub mod samples;

@@ -14,6 +14,7 @@ use patcher::machine::Machine;
 use patcher::patch::{Patchset, Reverted, VerifyError};
 use patcher::region::Part;
 use tests::bare::{CALLS, CPUS, Driver, RegionAt};
+use tests::redirects;
 use vmm::devices::Console;
 use vmm::kvm::{BareGuest, Hardware, Vm};
 use vmm::qemu::{Architecture as Board, Launch, Qemu};
@@ -226,6 +227,7 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
     }
     all_functions_are_armed_and_put_back_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
+    redirects::check(&mut driver, &idle, expected.busy);
     what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
     assert_eq!(driver.text(), untouched);
     for name in expected.probed_beside {
