@@ -37,7 +37,7 @@ impl Host for VmmLab {
     fn run(&mut self, script: &str) -> Ran {
         let outcome = VmmLab::run(self, script);
         let (stdout, stderr) = (outcome.stdout_text(), outcome.stderr_text());
-        Ran { status: outcome.status, stdout, stderr }
+        Ran { status: outcome.status as i32, stdout, stderr }
     }
 
     fn spawn(&mut self, script: &str) {
@@ -262,7 +262,8 @@ pub fn payloads(architecture: Architecture, folder: &Path) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
     let ours = root.join("tests/payloads");
     let objects = folder.join(architecture.to_string());
-    let sources = fs::read_dir(&ours).expect("the payloads of tests").map(|entry| entry.unwrap().path());
+    let sources =
+        fs::read_dir(&ours).expect("the payloads of tests").map(|entry| entry.unwrap().path());
     let targets = sources.map(|source| {
         let name = source.file_stem().expect("a source's name").to_string_lossy().into_owned();
         objects.join(format!("{name}.o"))

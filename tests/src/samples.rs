@@ -194,7 +194,8 @@ pub fn traced_and_patched_at_once(guest: &mut Patched<'_>, payloads: &str) {
 /// It is not so.
 pub fn a_patch_waits_until_nobody_is_inside(guest: &mut Patched<'_>, payloads: &str) {
     guest.ask("work pipe-read:/tmp/go >/tmp/sleeper 2>&1 &");
-    guest.ask("until cat /proc/[0-9]*/wchan 2>/dev/null | grep -q pipe_read; do usleep 10000; done");
+    guest
+        .ask("until cat /proc/[0-9]*/wchan 2>/dev/null | grep -q pipe_read; do usleep 10000; done");
     let apply = format!("patch a apply {payloads}/pipe-read.o --timeout");
     let sleeper = ["work (", " sleeps in pipe_read", "nothing was changed"];
     guest.refused(&format!("{apply} 700ms"), 6, &sleeper);
@@ -231,7 +232,9 @@ pub fn a_patch_waits_until_nobody_is_inside(guest: &mut Patched<'_>, payloads: &
 pub fn what_does_not_fit_is_refused(guest: &mut Patched<'_>, payloads: &str) {
     let before = guest.ask("cat /proc/cmdline");
     let good = format!("{payloads}/proc-cmdline.o");
-    guest.succeed(&format!("head -c 600 {good} >$F/cut.o; echo 'no object' >$F/text.o; : >$F/empty.o"));
+    guest.succeed(&format!(
+        "head -c 600 {good} >$F/cut.o; echo 'no object' >$F/text.o; : >$F/empty.o"
+    ));
     let apply = |file: &str| format!("patch a apply {file}");
     for (arguments, words) in [
         (apply("$F/cut.o"), &["cut.o"][..]),

@@ -33,9 +33,7 @@ const AGAIN: Duration = Duration::from_millis(2);
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [kernel, initrd, hot, shared, hot_rounds, shared_rounds] = &arguments[..] else {
-        anyhow::bail!(
-            "usage: patch_cycles KERNEL INITRD HOT-RETURN SHARED-STATE ROUNDS ROUNDS"
-        );
+        anyhow::bail!("usage: patch_cycles KERNEL INITRD HOT-RETURN SHARED-STATE ROUNDS ROUNDS");
     };
     let hardware = Hardware { cpus: 2, ..Hardware::default() };
     let boot = LinuxBoot {
@@ -130,7 +128,8 @@ fn cycle(shell: &mut Shell<'_>, work: &str, file: &str, rounds: u64) -> Result<(
         loop {
             match patches.revert(&mut hooks, id, None)? {
                 RevertAttempt::Reverted(reverted) => {
-                    longest = longest.max(reverted.stop.map_or(Duration::ZERO, |stop| stop.total()));
+                    longest =
+                        longest.max(reverted.stop.map_or(Duration::ZERO, |stop| stop.total()));
                     break;
                 }
                 RevertAttempt::Busy(standers) => {

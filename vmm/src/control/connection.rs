@@ -159,8 +159,8 @@ impl Conversation<'_> {
             }
             Request::PatchRevert(request) => {
                 check_timeout(request.timeout_ms)?;
-                let reverted =
-                    self.ask_and_wait(|waiter, answer| Command::PatchRevert(request, waiter, answer))?;
+                let reverted = self
+                    .ask_and_wait(|waiter, answer| Command::PatchRevert(request, waiter, answer))?;
                 self.say(&Reply::Reverted(reverted))
             }
             Request::Stop => {

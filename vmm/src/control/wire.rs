@@ -183,7 +183,10 @@ impl Wire {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if is_a_wait(&error) => waiting(self)?,
                 Err(error)
-                    if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) =>
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset
+                    ) =>
                 {
                     return Err(WireError::Closed);
                 }

@@ -95,7 +95,9 @@ fn written(map: &Map) -> String {
 /// It is none.
 pub fn parse_build_id(text: &str) -> Result<String, &'static str> {
     let is_hexadecimal = text.len() >= 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    is_hexadecimal.then(|| text.to_ascii_lowercase()).ok_or("8 or more hexadecimal digits are wanted")
+    is_hexadecimal
+        .then(|| text.to_ascii_lowercase())
+        .ok_or("8 or more hexadecimal digits are wanted")
 }
 
 /// Applies it.

@@ -19,7 +19,8 @@ pub fn patched(patched: &Patched) -> String {
     let names: Vec<&str> =
         patch.functions.iter().take(NAMED).map(|function| function.name.as_str()).collect();
     let more = patched.functions.saturating_sub(names.len());
-    let more = if more > 0 { format!(" and {}", counted(more as u64, "other")) } else { String::new() };
+    let more =
+        if more > 0 { format!(" and {}", counted(more as u64, "other")) } else { String::new() };
     let replaced: Vec<String> = patched.replaced.iter().map(ToString::to_string).collect();
     let replaced = match &replaced[..] {
         [] => String::new(),
@@ -76,7 +77,8 @@ pub fn waiting(waiting: &Waiting) -> String {
 pub fn in_the_way(waiting: &Waiting) -> String {
     let named: Vec<String> = waiting.standers.iter().take(NAMED).map(stander).collect();
     let more = waiting.standers.len().saturating_sub(NAMED) + waiting.more;
-    let more = if more > 0 { format!(" and {}", counted(more as u64, "other")) } else { String::new() };
+    let more =
+        if more > 0 { format!(" and {}", counted(more as u64, "other")) } else { String::new() };
     format!("{}{more}", named.join(", "))
 }
 
@@ -214,12 +216,8 @@ mod tests {
 
     #[test]
     fn who_is_in_the_way_is_named_with_the_function() {
-        let stander = |pid, vcpu| Stander {
-            pid,
-            comm: "work".into(),
-            function: "pipe_read".into(),
-            vcpu,
-        };
+        let stander =
+            |pid, vcpu| Stander { pid, comm: "work".into(), function: "pipe_read".into(), vcpu };
         let mut news = Waiting {
             standers: vec![stander(81, None), stander(82, Some(1))],
             more: 0,

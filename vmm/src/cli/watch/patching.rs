@@ -310,7 +310,11 @@ impl<'m> Patching<'m> {
                 _ => Refusal::ended(),
             });
         }
-        let active: Vec<PatchId> = self.patches.list(hooks).iter().rev()
+        let active: Vec<PatchId> = self
+            .patches
+            .list(hooks)
+            .iter()
+            .rev()
             .filter(|info| is_applied(info))
             .map(|info| info.id)
             .collect();

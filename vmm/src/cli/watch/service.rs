@@ -297,8 +297,7 @@ impl<'m> Service<'m> {
         let state = if panicked { State::Panicked } else { State::Ready };
         match command {
             Command::Status(answer) => {
-                let counts =
-                    Counts { traces: self.traces.len(), patches: self.patching.count() };
+                let counts = Counts { traces: self.traces.len(), patches: self.patching.count() };
                 let kernel = Some(self.kernel);
                 answer.give(Ok(self.desk.status(self.machine, kernel, state, None, counts)));
             }
@@ -371,10 +370,7 @@ impl<'m> Service<'m> {
     }
 
     /// What patches, and what it patches.
-    fn patched(
-        &mut self,
-        panicked: bool,
-    ) -> Result<(&mut Patching<'m>, &mut Hooks<'m>), Refusal> {
+    fn patched(&mut self, panicked: bool) -> Result<(&mut Patching<'m>, &mut Hooks<'m>), Refusal> {
         if panicked {
             let message = "the guest's kernel has panicked: there is nothing to patch any more";
             return Err(Refusal::new(RefusalKind::Refused, message));

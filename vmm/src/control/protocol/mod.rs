@@ -9,8 +9,8 @@ mod patches;
 mod traces;
 
 pub use patches::{
-    Function, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS, Patch,
-    PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
+    Function, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS,
+    Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
     Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, Totals, TraceInfo, TraceRequest, Tracer,

@@ -37,8 +37,7 @@ impl Patching {
         applied.push(patch.clone());
         patch.functions.truncate(1);
         let (attempts, waited) = (1, Duration::ZERO);
-        let patched =
-            Patched { patch, functions: FUNCTIONS, replaced: vec![], attempts, waited };
+        let patched = Patched { patch, functions: FUNCTIONS, replaced: vec![], attempts, waited };
         wanted.answer.give(Ok(patched));
     }
 
@@ -75,9 +74,9 @@ impl Patching {
 
 /// Tells whether all bytes are there, in their order.
 fn sum(bytes: &[u8]) -> String {
-    let sum = bytes.iter().fold(bytes.len() as u64, |sum, byte| {
-        sum.wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte)
-    });
+    let sum = bytes
+        .iter()
+        .fold(bytes.len() as u64, |sum, byte| sum.wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte));
     format!("{sum:016x}")
 }
 
