@@ -95,8 +95,9 @@ impl Shell<'_> {
 /// Has both CPUs do `work`, and applies and reverts the payload in `file` so many times meanwhile.
 fn cycle(shell: &mut Shell<'_>, work: &str, file: &str, rounds: u64) -> Result<()> {
     let payload = fs::read(file).with_context(|| format!("{file} can't be read"))?;
-    let kernel = shell.guest.kernel(PATIENCE)?;
-    let machine: &dyn Machine = &shell.guest.vm;
+    let guest = shell.guest;
+    let kernel = guest.kernel(PATIENCE)?;
+    let machine: &dyn Machine = &guest.vm;
     let region = MappedRegion::new(machine, &kernel)?;
     let before = text(machine, &kernel)?;
     let (stop, out) = (format!("/tmp/stop-{work}"), format!("/tmp/{work}"));

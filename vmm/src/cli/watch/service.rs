@@ -387,7 +387,7 @@ impl<'m> Service<'m> {
     ) -> Result<(ClientId, Armed, protocol::Armed), Refusal> {
         let (machine, kernel) = (self.machine, self.kernel);
         if !kernel.is_current(machine.ram()) {
-            return Err(failed("the kernel that was found in the guest is no longer there".into()));
+            return Err(failed("the kernel that was found in the guest is no longer there"));
         }
         let (hooks, tracer) =
             self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
