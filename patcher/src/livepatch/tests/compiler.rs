@@ -22,13 +22,13 @@ const COMMON: &[&str] = &[
 
 /// A compiler and the flags with which a kernel is built by it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Compiler {
-    pub(super) program: &'static str,
+pub(in crate::livepatch) struct Compiler {
+    pub(in crate::livepatch) program: &'static str,
     flags: &'static [&'static str],
 }
 
 /// arch/x86/Makefile
-pub(super) const X86_64: Compiler = Compiler {
+pub(in crate::livepatch) const X86_64: Compiler = Compiler {
     program: "gcc",
     flags: &[
         "-m64",
@@ -44,10 +44,10 @@ pub(super) const X86_64: Compiler = Compiler {
 
 /// A folder that is gone with its owner.
 #[derive(Debug)]
-pub(super) struct Folder(PathBuf);
+pub(in crate::livepatch) struct Folder(PathBuf);
 
 impl Folder {
-    pub(super) fn new() -> Self {
+    pub(in crate::livepatch) fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("vmm-payload-{}-{number}", std::process::id());
@@ -56,7 +56,7 @@ impl Folder {
         Self(path)
     }
 
-    pub(super) fn file(&self, name: &str) -> PathBuf {
+    pub(in crate::livepatch) fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 }
@@ -68,7 +68,7 @@ impl Drop for Folder {
 }
 
 /// Runs a tool of the toolchain, which has to succeed.
-pub(super) fn run(command: &mut Command) {
+pub(in crate::livepatch) fn run(command: &mut Command) {
     let output = command
         .output()
         .unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/setup.sh installs it"));
@@ -78,7 +78,7 @@ pub(super) fn run(command: &mut Command) {
 
 impl Compiler {
     /// Compiles C, or with `.s` as the suffix assembly, into `folder`.
-    pub(super) fn compile_into(
+    pub(in crate::livepatch) fn compile_into(
         &self,
         folder: &Folder,
         source: &str,
@@ -93,7 +93,7 @@ impl Compiler {
     }
 
     /// The object made of this C.
-    pub(super) fn compile(&self, source: &str, flags: &[&str]) -> Vec<u8> {
+    pub(in crate::livepatch) fn compile(&self, source: &str, flags: &[&str]) -> Vec<u8> {
         let folder = Folder::new();
         let object = self.compile_into(&folder, source, ".c", flags);
         fs::read(object).expect("the compiler has written it")

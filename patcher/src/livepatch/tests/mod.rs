@@ -1,4 +1,4 @@
 //! Payloads made by compilers, linked and looked at.
 
-mod compiler;
+pub(super) mod compiler;
 mod native;
