@@ -471,9 +471,11 @@ pub struct OutOfReach {
 /// What the guest may do with a part of the region. Nothing is both writable and executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Read and execute: trampoline code.
+    /// Read and execute: trampolines, payload text.
     Code,
-    /// Read and write: rings.
+    /// Read: constants of payloads.
+    Constants,
+    /// Read and write: data of payloads, rings.
     Data,
 }
 

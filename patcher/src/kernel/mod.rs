@@ -29,7 +29,9 @@ pub use image::Image;
 pub use kallsyms::KallsymsError;
 pub use locate::{LocateError, Located, NotYet, locate};
 pub use mapped::{MapRegionError, MappedRegion};
-pub use mapping::{InstallError, Mapping, MappingEntry, PlanMappingError, plan_mapping};
+pub use mapping::{
+    InstallError, MappedPart, Mapping, MappingEntry, PartMemory, PlanMappingError, plan_mapping,
+};
 pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;

@@ -8,30 +8,7 @@ use super::resolve::{Resolved, Target};
 use super::sections::SectionPart;
 use crate::addr::Gva;
 use crate::arch::relocation::{Misfit, Value};
-
-/// How much room a payload needs, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct PayloadSizes {
-    /// What is executed.
-    pub text: u64,
-    /// What is only read.
-    pub constants: u64,
-    /// What is read and written.
-    pub data: u64,
-}
-
-/// Where a payload goes. What it has none of goes nowhere: the range is empty.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Placement {
-    /// Where its text goes.
-    pub text: Range<Gva>,
-    /// Where its constants go.
-    pub constants: Range<Gva>,
-    /// Where its data goes.
-    pub data: Range<Gva>,
-    /// Whether some of `text` was there for a guest to execute before.
-    pub text_is_used: bool,
-}
+use crate::region::{ALIGN, PayloadSizes, Placement};
 
 /// A payload's bytes, for one placement.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,9 +96,6 @@ pub enum LinkError {
     },
 }
 
-/// What room is aligned to, in bytes: sections that need more get it by what is left out in front.
-const ROOM_ALIGN: u64 = 64;
-
 /// An address in the table of addresses (the global offset table).
 const ENTRY: u64 = 8;
 
@@ -150,7 +124,8 @@ fn part_index(part: SectionPart) -> usize {
 impl Layout {
     pub(super) fn new(object: &Contents) -> Self {
         let mut ends = [0_u64; 3];
-        let mut aligns = [ROOM_ALIGN; 3];
+        // Sections that need more than the room has get it by what is left out in front.
+        let mut aligns = [ALIGN; 3];
         let mut offsets = Vec::with_capacity(object.sections.len());
         for section in &object.sections {
             let part = part_index(section.part);
@@ -177,7 +152,7 @@ impl Layout {
         }
         let room = |part: usize| match ends[part] {
             0 => 0,
-            len => len + aligns[part] - ROOM_ALIGN,
+            len => len + aligns[part] - ALIGN,
         };
         let sizes = PayloadSizes { text: room(0), constants: room(1), data: room(2) };
         Self { offsets, entries, table, aligns, sizes }
@@ -244,7 +219,7 @@ impl<'a> Linker<'a> {
         for (index, (part, range, wanted)) in rooms.into_iter().enumerate() {
             let align = resolved.layout.aligns[index];
             let room = range.end.offset_from(range.start).unwrap_or(0);
-            if room < wanted || wanted > 0 && range.start.0 % ROOM_ALIGN != 0 {
+            if room < wanted || wanted > 0 && range.start.0 % ALIGN != 0 {
                 return Err(LinkError::Room { part, range: range.clone(), wanted });
             }
             let skip = range.start.0.wrapping_neg() % align;

@@ -16,7 +16,7 @@ mod stacks;
 mod tests;
 
 pub use errors::{ResolveError, ResolveErrors};
-pub use link::{LinkError, Linked, PayloadSizes, Placement};
+pub use link::{LinkError, Linked};
 pub use options::{Map, OptionsError, PayloadOptions};
 pub use payload::{Dropped, MAX_FILE, MAX_LOADED, Payload, PayloadError};
 pub use replace::Replacement;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::errors::{ResolveError, ResolveErrors};
-use super::link::{Layout, PayloadSizes};
+use super::link::Layout;
 use super::options::Map;
 use super::payload::{Contents, Home, Payload, PayloadSymbol};
 use super::replace::{self, Replacement};
@@ -14,6 +14,7 @@ use crate::addr::Gva;
 use crate::arch::{Arch, ReturnForm};
 use crate::kernel::{Kernel, ReturnFormError, Symbol, Symbols};
 use crate::mem::PhysMem;
+use crate::region::PayloadSizes;
 
 /// What a payload needs to know of the kernel that it is for.
 #[derive(Clone)]

@@ -8,7 +8,8 @@ use super::compiler::X86_64;
 use crate::addr::Gva;
 use crate::arch::{self, ReturnForm};
 use crate::kernel::Symbols;
-use crate::livepatch::{KernelView, Linked, Map, Payload, PayloadSizes, Placement, Resolved};
+use crate::livepatch::{KernelView, Linked, Map, Payload, Resolved};
+use crate::region::{PayloadSizes, Placement};
 
 /// Memory of this process within 2 GiB of everything that a payload may refer to.
 struct Memory {
