@@ -6,7 +6,8 @@ use super::compiler::{AARCH64, Compiler, S390X, X86_64};
 use crate::addr::Gva;
 use crate::arch::{self, Arch, ReturnForm};
 use crate::kernel::Symbols;
-use crate::livepatch::{KernelView, PayloadSizes, Placement, Resolved};
+use crate::livepatch::{KernelView, Resolved};
+use crate::region::{PayloadSizes, Placement};
 
 /// An architecture's toolchain, and where its kernels and payloads lie.
 #[derive(Debug, Clone, Copy)]

@@ -3,5 +3,9 @@
 mod compiler;
 mod edges;
 mod guests;
+mod hostile;
+mod instructions;
 mod native;
 mod oracle;
+mod resolving;
+mod sections;

@@ -13,7 +13,8 @@ use super::guests::{SETTINGS, Setting};
 use crate::addr::Gva;
 use crate::arch::ReturnForm;
 use crate::kernel::Symbols;
-use crate::livepatch::{Linked, Payload, Placement, Resolved, SectionPart};
+use crate::livepatch::{Linked, Payload, Resolved, SectionPart};
+use crate::region::Placement;
 
 /// Code that refers to all kinds of things in all kinds of ways.
 const SOURCE: &str = r#"
