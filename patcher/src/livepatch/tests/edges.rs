@@ -45,7 +45,7 @@ fn cases(setting: &Setting) -> Vec<Case> {
         for bits in BITS {
             for offset in [-4_i64, -1, 0, 1, 4] {
                 // The linker ends at the first halfword at an odd address.
-                if halfwords && offset % 2 != 0 || halfwords && bits == 0 {
+                if halfwords && (bits == 0 || offset % 2 != 0) {
                     continue;
                 }
                 for sign in [1_i64, -1] {

@@ -26,16 +26,12 @@ fn text(
         "s390x" => Capstone::new().sysz().mode(arch::sysz::ArchMode::Default).build(),
         _ => Capstone::new().arm64().mode(arch::arm64::ArchMode::Arm).build(),
     };
-    let instructions = capstone
-        .unwrap()
-        .disasm_all(&linked.text, setting.room)
-        .unwrap()
-        .iter()
-        .map(|one| {
-            format!("{} {}", one.mnemonic().unwrap(), one.op_str().unwrap()).trim().to_owned()
-        })
-        .collect();
-    instructions
+    let instructions = capstone.unwrap().disasm_all(&linked.text, setting.room).unwrap();
+    let shown = instructions.iter().map(|one| {
+        let (name, operands) = (one.mnemonic().unwrap(), one.op_str().unwrap());
+        format!("{name} {operands}").trim().to_owned()
+    });
+    shown.collect()
 }
 
 const CALLS: &str = "
