@@ -26,7 +26,8 @@ fn text(
         "s390x" => Capstone::new().sysz().mode(arch::sysz::ArchMode::Default).build(),
         _ => Capstone::new().arm64().mode(arch::arm64::ArchMode::Arm).build(),
     };
-    let instructions = capstone.unwrap().disasm_all(&linked.text, setting.room).unwrap();
+    let capstone = capstone.unwrap();
+    let instructions = capstone.disasm_all(&linked.text, setting.room).unwrap();
     let shown = instructions.iter().map(|one| {
         let (name, operands) = (one.mnemonic().unwrap(), one.op_str().unwrap());
         format!("{name} {operands}").trim().to_owned()
