@@ -35,13 +35,13 @@ pub fn check(driver: &mut Driver<'_>, idle: &[&str], busy: u64) {
 
         // From one form of ours to another.
         let both = Site { original: jump.replacement, ..traced.clone() };
-        driver.arm(vec![both]);
+        assert_eq!(driver.arm(vec![both]).already(), 0);
         driver.run(1);
         let expected = [(other.to_owned(), calls(2)), ((*name).to_owned(), calls(1))].into();
         assert_eq!(driver.recorded(), expected, "{name} to {other}, traced");
 
         let back = Site { original: traced.replacement, replacement: jump.replacement, ..traced };
-        driver.arm(vec![back]);
+        assert_eq!(driver.arm(vec![back]).already(), 0);
         driver.disarm(&target);
         driver.run(1);
         assert_eq!(driver.recorded(), BTreeMap::new(), "{name} to {other}");

@@ -414,7 +414,10 @@ impl<'m> Hooks<'m> {
         let Some(stops::Released { reverted, gone, stops }) = released else {
             return result.map(|()| Changed::default());
         };
-        let failed: BTreeSet<Gva> = reverted.failed.iter().map(|left| left.at).collect();
+        // What can't be read now is as little put back as what can't be written.
+        let unread = reverted.foreign.iter().filter(|left| left.found.is_none());
+        let failed: BTreeSet<Gva> =
+            reverted.failed.iter().chain(unread).map(|left| left.at).collect();
         let (torn, done): (Vec<Step>, Vec<Step>) =
             steps.into_iter().partition(|step| failed.contains(&step.at));
         for step in torn {

@@ -10,6 +10,7 @@ mod link;
 mod options;
 mod patches;
 mod payload;
+mod remarks;
 mod replace;
 mod resolve;
 mod sections;
@@ -25,6 +26,7 @@ pub use patches::{
     PatchOptions, PatchState, Patches, Pending, RevertAttempt, RevertedPatch,
 };
 pub use payload::{Dropped, MAX_FILE, MAX_LOADED, Payload, PayloadError};
+pub use remarks::Remark;
 pub use replace::Replacement;
 pub use resolve::{KernelView, Resolved};
 pub use sections::{OPTIONS_SECTION, SectionPart};
