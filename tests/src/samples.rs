@@ -197,7 +197,7 @@ pub fn a_patch_waits_until_nobody_is_inside(guest: &mut Patched<'_>, payloads: &
     guest
         .ask("until cat /proc/[0-9]*/wchan 2>/dev/null | grep -q pipe_read; do usleep 10000; done");
     let apply = format!("patch a apply {payloads}/pipe-read.o --timeout");
-    let sleeper = ["work (", " sleeps in pipe_read", "nothing was changed"];
+    let sleeper = ["pipe-read (", " sleeps in pipe_read", "nothing was changed"];
     guest.refused(&format!("{apply} 700ms"), 6, &sleeper);
     assert_eq!(json(guest, "patch a list"), Value::Array(Vec::new()));
 

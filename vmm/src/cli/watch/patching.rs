@@ -81,11 +81,10 @@ impl<'m> Try<'m> {
         };
         if waited >= self.timeout {
             let message = format!(
-                "{}, and still does after {} and {}; nothing was changed: try again later, or \
-                 for longer (--timeout)",
-                in_the_way(&news),
-                short(waited),
+                "nothing was changed: after {} in {} {}; try again later, or for longer (--timeout)",
                 counted(self.attempts, "attempt"),
+                short(waited),
+                in_the_way(&news),
             );
             self.refuse(Refusal::new(RefusalKind::InUse, message));
             return None;
