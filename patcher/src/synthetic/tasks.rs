@@ -182,10 +182,13 @@ impl Guest {
     }
 }
 
+/// A field: its name, the number of its type, its distance in bytes.
+type Field = (&'static str, u32, u64);
+
 /// The types, in the format that Documentation/bpf/btf.rst describes.
 fn types() -> Vec<u8> {
     const INT: u32 = 1;
-    let structures: [(&str, &[(&str, u32, u64)]); 6] = [
+    let structures: [(&str, &[Field]); 6] = [
         (
             "task_struct",
             &[

@@ -1,12 +1,12 @@
 //! The stops of patches: applying one, reverting one, and finding memory that nobody is in.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::check::{Check, Found, TRAMPOLINE};
-use super::prepare::Function;
+use super::prepare::{Function, Room};
 use super::{
     AppliedPatch, Attempt, Patch, PatchError, PatchId, PatchInfo, PatchState, Patches, Pending,
     Retired, RevertAttempt, RevertedPatch, watched_room,
@@ -272,30 +272,25 @@ impl<'m> Patches<'m> {
         below.filter(|function| seen.insert(function.site.at)).cloned().collect()
     }
 
-    /// The code in which nobody may stand when these functions are replaced: what is called now.
+    /// The code in which nobody may stand when these functions are replaced: the kernel's own, whatever
+    /// replaces it by now, since somebody may have stayed in it, and what has replaced it since.
     fn watched_functions<'f>(
         &self,
         hooks: &Hooks<'m>,
         functions: impl Iterator<Item = &'f Function>,
     ) -> Vec<Watched> {
         let mut watched = Vec::new();
-        let mut rooms = BTreeSet::new();
+        let mut rooms: BTreeMap<PatchId, &Room<'m>> =
+            self.retired.iter().map(|old| (old.id, &old.room)).collect();
         for Function { name, site, old, parts, .. } in functions {
-            match self.top(site.at, None) {
-                Some((patch, _)) => {
-                    if rooms.insert(patch.id) {
-                        watched.extend(watched_room(hooks, patch.id, &patch.room));
-                    }
-                }
-                None => {
-                    let behind_pad = site.at + site.original.len() as u64;
-                    watched.extend(Watched::function(hooks.kernel(), name, old, behind_pad));
-                    let part =
-                        |code: &Range<Gva>| Watched { name: Arc::clone(name), code: code.clone() };
-                    watched.extend(parts.iter().map(part));
-                }
-            }
+            let behind_pad = site.at + site.original.len() as u64;
+            watched.extend(Watched::function(hooks.kernel(), name, old, behind_pad));
+            let part = |code: &Range<Gva>| Watched { name: Arc::clone(name), code: code.clone() };
+            watched.extend(parts.iter().map(part));
+            let patches = self.active.iter().filter(|patch| patch.replaces(site.at).is_some());
+            rooms.extend(patches.map(|patch| (patch.id, &patch.room)));
         }
+        watched.extend(rooms.into_iter().flat_map(|(id, room)| watched_room(hooks, id, room)));
         watched
     }
 }

@@ -259,6 +259,10 @@ fn somebody_in_a_function_is_waited_for_where_that_matters() {
     assert!(matches!(busy, Attempt::Busy(..)));
     drop(busy);
     apply(&mut patches, &mut hooks, &ONE, &plain());
+    // Who has stayed in the kernel's own function is still there for the next patch.
+    let pending = patches.prepare(&hooks, &TWO, &plain()).unwrap();
+    let busy = patches.attempt(&mut hooks, pending).unwrap();
+    assert!(matches!(busy, Attempt::Busy(_, standers) if &*standers[0].function == "vfs_read"));
 }
 
 #[test]
