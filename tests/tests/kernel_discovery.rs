@@ -91,8 +91,10 @@ impl Guest {
         for line in kallsyms.lines() {
             let Some((symbol, owner)) = line.split_once("\t[") else { continue };
             let owner = owner.trim_end_matches(']');
-            if owner != "bpf" && !owner.starts_with("__builtin__") {
-                let name = symbol.rsplit(' ').next().unwrap();
+            let name = symbol.rsplit(' ').next().unwrap();
+            // An assembler's own labels have a control character in them.
+            let is_name = name.bytes().all(|byte| byte.is_ascii_graphic());
+            if is_name && owner != "bpf" && !owner.starts_with("__builtin__") {
                 owners.entry(name).or_default().push(owner);
             }
         }
