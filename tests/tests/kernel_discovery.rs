@@ -1,5 +1,6 @@
 //! What is found in the memory of stock kernels, against what these kernels say themselves.
 
+use std::collections::HashMap;
 use std::fs;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -80,7 +81,35 @@ impl Guest {
         assert!(kernel.is_current(&self.ram));
         self.check_cpu_numbers(&kernel);
         self.check_mapping(&kernel);
+        self.check_modules(&kernel, &kallsyms);
         kernel
+    }
+
+    /// Every symbol of a module is known to be that module's, in a kernel that names its list of them.
+    fn check_modules(&self, kernel: &Kernel, kallsyms: &str) {
+        let mut owners: HashMap<&str, Vec<&str>> = HashMap::new();
+        for line in kallsyms.lines() {
+            let Some((symbol, owner)) = line.split_once("\t[") else { continue };
+            let owner = owner.trim_end_matches(']');
+            if owner != "bpf" && !owner.starts_with("__builtin__") {
+                let name = symbol.rsplit(' ').next().unwrap();
+                owners.entry(name).or_default().push(owner);
+            }
+        }
+        assert!(owners.len() > 20, "the guest has loaded modules");
+        let found = kernel.module_symbols(&self.ram);
+        if kernel.symbols().address("modules").is_none() {
+            assert!(found.is_empty());
+            return;
+        }
+        for (name, owners) in owners {
+            let module = found.module_of(name);
+            assert!(
+                module.as_deref().is_some_and(|one| owners.contains(&one)),
+                "{name} {module:?}"
+            );
+        }
+        assert_eq!(found.module_of("vfs_read"), None);
     }
 
     /// Where each vCPU's own base leads to by the distance found, the vCPU's number stands.
