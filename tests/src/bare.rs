@@ -60,6 +60,8 @@ pub struct Driver<'m> {
     code: CodeSpace,
     trampolines: BTreeMap<u16, Range<Gva>>,
     readers: Vec<RingReader>,
+    /// Instructions from where a processor is held to the call.
+    way_to_a_call: usize,
 }
 
 impl<'m> Driver<'m> {
@@ -86,6 +88,7 @@ impl<'m> Driver<'m> {
             code: CodeSpace::new(region.code, machine.region_code().memory.len() as u64),
             trampolines: BTreeMap::new(),
             readers: readers(machine, rings, arch),
+            way_to_a_call: 0,
         }
     }
 
@@ -297,12 +300,19 @@ impl<'m> Driver<'m> {
     ///
     /// # Panics
     /// If it does not come there.
-    pub fn step_to(&self, stopped: &mut dyn Stopped, name: &str) {
+    pub fn step_to(&mut self, stopped: &mut dyn Stopped, name: &str) {
         const MOST: usize = 1000;
+        /// Instructions of the loop in which it is held, or more. It is anywhere in there.
+        const LOOP: usize = 16;
         self.set(HELD, 0);
+        // To step is quick, to look where that leads is not.
+        for _ in 0..self.way_to_a_call.saturating_sub(LOOP) {
+            stopped.step(0).unwrap();
+        }
         let start = self.function(name).address;
-        let there = (0..MOST).any(|_| self.step(stopped) == start);
-        assert!(there, "the processor does not come to {name}");
+        let looked = (0..MOST).position(|_| self.step(stopped) == start);
+        let looked = looked.unwrap_or_else(|| panic!("the processor does not come to {name}"));
+        self.way_to_a_call = self.way_to_a_call.saturating_sub(LOOP) + 1 + looked;
     }
 
     /// Has the first processor execute one instruction; tells where it stands then.
