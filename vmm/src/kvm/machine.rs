@@ -65,7 +65,7 @@ impl<'a> Standstill<'a> {
         }
         let begun = Instant::now();
         crew.hold(which.clone(), vm.stop_deadline)
-            .map_err(|vcpu| StopError::Silent { vcpu, waited: begun.elapsed() })?;
+            .map_err(|vcpu| StopError::Silent { vcpu: Some(vcpu), waited: begun.elapsed() })?;
         let since = Instant::now();
         let times = StopTimes { quiesce: since - begun, ..StopTimes::default() };
         let standstill = Self { vm, which, times, since, released: false, _turn: turn };
@@ -122,7 +122,9 @@ impl Stopped for Standstill<'_> {
                 io::ErrorKind::TimedOut,
                 "it does not come to the end of the instruction",
             )),
-            NotStepped::Silent => StopError::Silent { vcpu, waited: self.vm.stop_deadline },
+            NotStepped::Silent => {
+                StopError::Silent { vcpu: Some(vcpu), waited: self.vm.stop_deadline }
+            }
         })
     }
 
