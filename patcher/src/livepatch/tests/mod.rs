@@ -1,4 +1,11 @@
 //! Payloads made by compilers, linked and looked at.
 
 mod compiler;
+mod edges;
+mod guests;
+mod hostile;
+mod instructions;
 mod native;
+mod oracle;
+mod resolving;
+mod sections;
