@@ -9,7 +9,8 @@ pub(super) fn compared_and_swapped(text: &[u8], at: Gva) -> Vec<Gva> {
     let mut found = Vec::new();
     let words =
         text.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-    for (pc, word) in (at.0..).step_by(4).zip(words) {
+    for (index, word) in words.enumerate() {
+        let pc = at.0.wrapping_add(4 * index as u64);
         let (to, from) = (word as usize & 31, word as usize >> 5 & 31);
         if word & 0x9f00_0000 == 0x9000_0000 {
             // adrp: 21 bits of pages, the low two of them apart.
