@@ -12,26 +12,41 @@
  *   faults:N           N page faults: first touches of anonymous memory, one page each
  *   spin:SECONDS       computes and calls nothing
  *   idle:SECONDS       sleeps
+ *   pipe               reads from a pipe into which nobody writes, and never ends
+ *   threads:N          N threads that sleep, and never end
  *   scribble:ADDRESS:LENGTH:SECONDS
  *                      writes random words all over that guest-physical memory, through /dev/mem
  *   wait-console-line  prints VMM-READY and waits for a line on standard input
  *   exec:PATH          runs a shell script
+ *   shell              runs each line of standard input as a shell script, until one says "exit", and
+ *                      prints "VMM-SHELL-END STATUS" behind what it prints
+ *   null-lseek:FILE    asks for offsets in /dev/null until FILE exists
+ *   loadavg:FILE       reads /proc/loadavg and sysinfo(2) in turn until FILE exists
+ *   pipe-read:FILE     reads a byte from a pipe, which comes when FILE exists
  *
- * Each item prints "VMM-WORK-BEGIN ITEM", then "VMM-WORK-END ITEM count=N ms=T" or
+ * The two that ask the kernel the same again and again sort its answers into those of the stock kernel
+ * and those of samples/livepatch, and say "VMM-ANSWERS ITEM old=N new=N wrong=N switches=N": what is
+ * neither is wrong, and a switch is an answer of another kind than the one before.
+ *
+ * Each item's process is named NAME and prints "VMM-WORK-BEGIN ITEM", then "VMM-WORK-END ITEM count=N ms=T" or
  * "VMM-WORK-FAILED ITEM: REASON". The exit status is 1 if any item failed.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/sysinfo.h>
 #include <sys/wait.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -178,6 +193,43 @@ static long idle(void)
 	return 1;
 }
 
+static long pipe_read(void)
+{
+	int ends[2];
+	char c;
+	if (pipe(ends) < 0)
+		fail("pipe: %s", strerror(errno));
+	/* This process holds the other end, so there is never an end to read either. */
+	if (read(ends[0], &c, 1) < 0)
+		fail("read: %s", strerror(errno));
+	return 1;
+}
+
+static int sleep_forever(void *unused)
+{
+	(void)unused;
+	while (poll(NULL, 0, -1) == 0 || errno == EINTR)
+		;
+	return 1;
+}
+
+static long threads(void)
+{
+	const size_t size = 64 << 10;
+	long count = number(0);
+	for (long i = 0; i < count; i++) {
+		char *stack = mmap(NULL, size, PROT_READ | PROT_WRITE,
+				   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (stack == MAP_FAILED)
+			fail("mmap: %s", strerror(errno));
+		int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD |
+			    CLONE_SYSVSEM;
+		if (clone(sleep_forever, stack + size, flags, NULL) < 0)
+			fail("clone: %s", strerror(errno));
+	}
+	return sleep_forever(NULL);
+}
+
 static long scribble(void)
 {
 	off_t address = strtoll(argument(0), NULL, 0);
@@ -231,6 +283,134 @@ static long exec(void)
 	return 1;
 }
 
+static long shell(void)
+{
+	char line[4096];
+	long count = 0;
+	struct termios terminal;
+	/* What comes in is not to be among what goes out. */
+	if (tcgetattr(STDIN_FILENO, &terminal) == 0) {
+		terminal.c_lflag &= ~ECHO;
+		tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
+	}
+	say("VMM-READY\n");
+	while (fgets(line, sizeof line, stdin)) {
+		line[strcspn(line, "\r\n")] = 0;
+		if (strcmp(line, "exit") == 0)
+			return count;
+		pid_t child = fork();
+		if (child == 0) {
+			execl("/bin/sh", "sh", "-c", line, (char *)NULL);
+			_exit(127);
+		}
+		int status;
+		if (child < 0 || waitpid(child, &status, 0) != child)
+			fail("%s", strerror(errno));
+		say("VMM-SHELL-END %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : 128);
+		count++;
+	}
+	fail("standard input ended without \"exit\"");
+	return 0;
+}
+
+static int exists(const char *path)
+{
+	return access(path, F_OK) == 0;
+}
+
+enum kind { OLD, NEW, WRONG, NONE };
+
+static long answers[3], switches;
+static enum kind last = NONE;
+
+static void count(enum kind kind)
+{
+	answers[kind]++;
+	switches += last != NONE && last != kind;
+	last = kind;
+}
+
+static long say_answers(void)
+{
+	say("VMM-ANSWERS %s old=%ld new=%ld wrong=%ld switches=%ld\n", item, answers[OLD], answers[NEW],
+	    answers[WRONG], switches);
+	return answers[OLD] + answers[NEW] + answers[WRONG];
+}
+
+static long null_lseek(void)
+{
+	const char *end = argument(0);
+	int file = open("/dev/null", O_RDONLY);
+	if (file < 0)
+		fail("open /dev/null: %s", strerror(errno));
+	for (off_t offset = 1; offset % 1000 != 0 || !exists(end); offset++) {
+		off_t answer = lseek(file, offset, SEEK_SET);
+		count(answer == 0 ? OLD : answer == offset ? NEW : WRONG);
+	}
+	return say_answers();
+}
+
+/* What samples/livepatch/shared-state.c adds to load averages and to the number of running tasks. */
+#define MARK 1000
+
+static enum kind loadavg_kind(const char *text)
+{
+	unsigned long reading, load;
+	unsigned running;
+	double loads[3];
+	if (sscanf(text, "patched: reading %lu, load %lu.00, %u running", &reading, &load, &running) == 3)
+		return load > MARK && running > MARK ? NEW : WRONG;
+	if (sscanf(text, "%lf %lf %lf %u/", &loads[0], &loads[1], &loads[2], &running) != 4)
+		return WRONG;
+	return loads[0] < MARK && loads[1] < MARK && loads[2] < MARK && running < MARK ? OLD : WRONG;
+}
+
+static long loadavg(void)
+{
+	const char *end = argument(0);
+	int file = open("/proc/loadavg", O_RDONLY);
+	if (file < 0)
+		fail("open /proc/loadavg: %s", strerror(errno));
+	for (long i = 1; i % 100 != 0 || !exists(end); i++) {
+		char text[256];
+		ssize_t got = pread(file, text, sizeof text - 1, 0);
+		if (got < 0)
+			fail("read /proc/loadavg: %s", strerror(errno));
+		text[got] = 0;
+		enum kind kind = loadavg_kind(text);
+		if (kind == WRONG)
+			say("VMM-WRONG %s", text);
+		count(kind);
+		struct sysinfo info;
+		if (sysinfo(&info) < 0)
+			fail("sysinfo: %s", strerror(errno));
+		count(info.loads[0] >> SI_LOAD_SHIFT >= MARK ? NEW : OLD);
+	}
+	return say_answers();
+}
+
+static long pipe_until(void)
+{
+	const char *end = argument(0);
+	int ends[2];
+	if (pipe(ends) < 0)
+		fail("pipe: %s", strerror(errno));
+	pid_t child = fork();
+	if (child == 0) {
+		while (!exists(end))
+			usleep(10000);
+		_exit(write(ends[1], "", 1) != 1);
+	}
+	char byte;
+	ssize_t got = read(ends[0], &byte, 1);
+	if (got < 0)
+		fail("read: %s", strerror(errno));
+	int status;
+	if (child < 0 || waitpid(child, &status, 0) != child)
+		fail("%s", strerror(errno));
+	return got;
+}
+
 static const struct {
 	const char *name;
 	long (*run)(void);
@@ -239,7 +419,10 @@ static const struct {
 	{ "forks", forks },	    { "faults", faults },
 	{ "spin", spin },	    { "idle", idle },
 	{ "scribble", scribble },   { "delay", idle },	    { "wait-console-line", wait_console_line },
-	{ "exec", exec },
+	{ "pipe", pipe_read },	    { "threads", threads },
+	{ "exec", exec },	    { "shell", shell },
+	{ "null-lseek", null_lseek }, { "loadavg", loadavg },
+	{ "pipe-read", pipe_until },
 };
 
 static void pin(const char *cpu)
@@ -270,6 +453,7 @@ static void run(char *text)
 	for (unsigned i = 0; i < sizeof works / sizeof *works; i++) {
 		if (strcmp(works[i].name, name) != 0)
 			continue;
+		prctl(PR_SET_NAME, name);
 		say("VMM-WORK-BEGIN %s\n", item);
 		long begin = milliseconds();
 		long count = works[i].run();
