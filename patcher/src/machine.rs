@@ -216,12 +216,13 @@ pub struct Aarch64Registers {
 pub enum StopError {
     /// A vCPU did not leave the guest in time. All vCPUs run as before.
     #[error(
-        "vCPU {vcpu} did not stop within {} ms; the guest runs on unchanged",
+        "{} did not stop within {} ms; the guest runs on unchanged",
+        vcpu.map_or_else(|| "the vCPUs".to_owned(), |vcpu| format!("vCPU {vcpu}")),
         waited.as_millis()
     )]
     Silent {
-        /// The first vCPU that did not answer.
-        vcpu: usize,
+        /// The first vCPU that did not answer, where the engine can tell.
+        vcpu: Option<usize>,
         /// How long it was waited for.
         waited: Duration,
     },

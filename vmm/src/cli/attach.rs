@@ -54,10 +54,13 @@ pub struct Options {
 }
 
 const AFTER_HELP: &str = "\
-QEMU has to be started so that its memory can be shared, and with more of it than the guest knows:
-  qemu-system-x86_64 ... -m 1088M -append '... mem=1024M'
-    -object memory-backend-memfd,id=ram,size=1088M,share=on -machine memory-backend=ram
-    -qmp unix:/run/guest.qmp,server=on,wait=off
+QEMU has to be started so that its memory can be shared, and with some that the guest's kernel does
+not use, which a device has:
+  qemu-system-x86_64 ... -m 1024M -qmp unix:/run/guest.qmp,server=on,wait=off
+    -object memory-backend-memfd,id=ram,size=1024M,share=on -machine memory-backend=ram
+    -object memory-backend-memfd,id=vmm,size=64M,share=on -device ivshmem-plain,memdev=vmm
+Instead of the device, QEMU can have more memory than the guest is told of (-m 1088M, size=1088M, and
+mem=1024M among the kernel's parameters), which s390x guests need.
 
 Ctrl-C detaches: what was changed in the guest is put back, and it runs on.
 
@@ -122,6 +125,7 @@ pub fn run(options: &Options) -> Result<Status> {
         attached.architecture(),
         attached.pid()
     ));
+    say(attached.region_memory());
     let Serving { server, commands, identity } = serve(claim, "QEMU, attached")?;
     let trace = records.zip(options.tracing.request());
     let plan = Plan::new(trace, false, identity, commands);
