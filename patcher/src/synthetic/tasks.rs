@@ -46,6 +46,16 @@ pub mod field {
     pub const SIGNAL: u64 = 0xc00;
     /// Its stack pointer, in what the architecture keeps of it.
     pub const SP: u64 = 0x1500 + 0x18;
+    /// How many words of a stack are in use on which the guest keeps addresses to return to.
+    pub const CURR_RET_STACK: u64 = 0xd00;
+    /// The pointer to that.
+    pub const RET_STACK: u64 = 0xd08;
+    /// The pointer to the link of the first structure that keeps such an address.
+    pub const RETHOOKS: u64 = 0xd10;
+    /// In such a structure, the link and the address.
+    pub const LLIST: u64 = 0x10;
+    /// The address.
+    pub const RET_ADDR: u64 = 0x20;
     /// In what `SIGNAL` leads to, the head of the ring of threads.
     pub const THREAD_HEAD: u64 = 0x10;
     /// In what `CFS_RQ` leads to, the pointer to the run queue, in which it lies itself.
@@ -188,7 +198,7 @@ type Field = (&'static str, u32, u64);
 /// The types, in the format that Documentation/bpf/btf.rst describes.
 fn types() -> Vec<u8> {
     const INT: u32 = 1;
-    let structures: [(&str, &[Field]); 6] = [
+    let structures: [(&str, &[Field]); 7] = [
         (
             "task_struct",
             &[
@@ -201,6 +211,9 @@ fn types() -> Vec<u8> {
                 ("comm", INT, field::COMM),
                 ("signal", INT, field::SIGNAL),
                 ("thread", 4, 0x1500),
+                ("curr_ret_stack", INT, field::CURR_RET_STACK),
+                ("ret_stack", INT, field::RET_STACK),
+                ("rethooks", INT, field::RETHOOKS),
             ],
         ),
         (
@@ -209,6 +222,7 @@ fn types() -> Vec<u8> {
         ),
         ("thread_struct", &[("sp", INT, field::SP - 0x1500)]),
         ("signal_struct", &[("thread_head", INT, field::THREAD_HEAD)]),
+        ("rethook_node", &[("llist", INT, field::LLIST), ("ret_addr", INT, field::RET_ADDR)]),
         ("cfs_rq", &[("rq", INT, field::RQ)]),
         (
             "rq",

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::layout::{Fields, STACK_SIZES, TaskLayout, names_in_image};
+use super::returns::KeptReturns;
 use super::walk::STACK_END;
 use super::{Comm, Reader, TaskLayoutError};
 use crate::addr::Gva;
@@ -164,6 +165,7 @@ fn by_sample(
         thread_head,
         on_cpu: None,
         queues: None,
+        returns: KeptReturns::default(),
     };
     let first = members[0] + begin;
     let idle = idle_tasks(reader, &sample, first, &fields)?;

@@ -195,6 +195,39 @@ fn what_is_left_on_the_stacks_of_vcpus_that_run_processes_does_not_count() {
 }
 
 #[test]
+fn returns_that_the_guest_traces_itself_count() {
+    let guest = guest();
+    let shadow = guest.direct(Gpa(0x1b0_0000));
+    for (index, word) in [inside(&guest, 5), 0, inside(&guest, 6)].into_iter().enumerate() {
+        guest.poke_u64(shadow + 8 * index as u64, word);
+    }
+    // Of a task that sleeps and one that runs; the third word is none in use.
+    for name in ["sleeper/3", "swapper/0"] {
+        let task = guest.task(name).at;
+        guest.poke_u64(task + field::RET_STACK, shadow.0);
+        guest.poke(task + field::CURR_RET_STACK, &2u32.to_le_bytes());
+    }
+    let mut found = standers(&guest, &[5, 6]);
+    found.sort();
+    let expected = [("sleeper/3".to_owned(), 5, None), ("swapper/0".to_owned(), 5, Some(0))];
+    assert_eq!(found, expected);
+
+    let guest = super::tests::guest();
+    let [first, second] = [0x1b0_0000, 0x1b0_0100].map(|at| guest.direct(Gpa(at)));
+    let task = guest.task("sleeper/3").at;
+    guest.poke_u64(task + field::RETHOOKS, (first + field::LLIST).0);
+    guest.poke_u64(first + field::LLIST, (second + field::LLIST).0);
+    guest.poke_u64(second + field::RET_ADDR, inside(&guest, 5));
+    assert_eq!(standers(&guest, &[5]), [("sleeper/3".to_owned(), 5, None)]);
+
+    let kernel = guest.kernel();
+    let check = StackCheck::new(&kernel, &guest.ram, watched(&guest, &kernel, 5)).unwrap();
+    guest.poke_u64(second + field::LLIST, (first + field::LLIST).0);
+    let error = check.standers(&guest.ram, &guest.registers).unwrap_err();
+    assert!(matches!(error, StackError::Tasks(TasksError::EndlessReturns { .. })), "{error}");
+}
+
+#[test]
 fn a_vcpu_that_was_never_started_stands_nowhere() {
     let mut guest = guest();
     *registers(&mut guest, 1) = X86Registers { rip: inside(&guest, 5), ..Default::default() };
