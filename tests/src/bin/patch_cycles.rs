@@ -99,10 +99,11 @@ fn cycle(shell: &mut Shell<'_>, work: &str, file: &str, rounds: u64) -> Result<(
     let kernel = guest.kernel(PATIENCE)?;
     let machine: &dyn Machine = &guest.vm;
     let region = MappedRegion::new(machine, &kernel)?;
-    let before = text(machine, &kernel)?;
     let (stop, out) = (format!("/tmp/stop-{work}"), format!("/tmp/{work}"));
     shell.ask(&format!("work {work}:{stop}@0+{work}:{stop}@1 >{out} 2>&1 &"))?;
     shell.ask(&format!("until [ $(grep -c BEGIN {out}) = 2 ]; do usleep 10000; done"))?;
+    // From here on the kernel has no reason to change its text by itself.
+    let before = text(machine, &kernel)?;
 
     let mut hooks = Hooks::new(machine, &kernel, &region);
     let mut patches = Patches::new();
