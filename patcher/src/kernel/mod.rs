@@ -14,6 +14,7 @@ mod kallsyms;
 mod locate;
 mod mapped;
 mod mapping;
+pub mod offline;
 mod pads;
 mod probes;
 mod records;
