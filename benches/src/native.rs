@@ -12,8 +12,7 @@ use std::ptr;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{Arch, Logger, ReturnForm};
-use patcher::machine::RegionWindow;
-use patcher::region::{RingLayout, rings_window_len};
+use patcher::region::{RegionWindow, RingLayout, rings_window_len};
 use vm_memory::VolatileSlice;
 
 /// Bytes of the page that holds pads and the trampoline.

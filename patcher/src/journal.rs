@@ -5,8 +5,9 @@
 //! this process was killed can put back what is ours. It is a text file:
 //!
 //! ```text
-//! vmm-journal 1
-//! region <code, guest-virtual> <bytes of it> <rings, guest-virtual> <bytes> <bytes of code taken>
+//! vmm-journal 2
+//! region <code, guest-virtual> <bytes> <constants> <bytes> <data> <bytes> <rings> <bytes>
+//! taken <bytes of trampolines> <of payload text> <of it ever executed> <of constants> <of data>
 //! site <guest-physical> <guest-virtual> <original bytes> <replacement> <function>
 //! end <number of sites>
 //! ```
@@ -23,7 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::addr::{Gpa, Gva};
 
-const HEADER: &str = "vmm-journal 1";
+const HEADER: &str = "vmm-journal 2";
 
 /// The most bytes that a journal can have: some hundred for each of more pads than any kernel has.
 const LIMIT: u64 = 64 << 20;
@@ -31,16 +32,41 @@ const LIMIT: u64 = 64 << 20;
 /// Where the region is mapped in a guest's kernel, and how much of it is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionMark {
-    /// Where the guest sees the region's code.
-    pub code: Gva,
-    /// How many bytes may hold code.
-    pub code_len: u64,
-    /// Where the guest sees the rings.
-    pub rings: Gva,
-    /// How many bytes the rings have.
-    pub rings_len: u64,
-    /// How many bytes of the code part hold code that a task may stand in.
+    /// Trampolines and payload text.
+    pub code: PartMark,
+    /// Constants of payloads.
+    pub constants: PartMark,
+    /// Data of payloads.
+    pub data: PartMark,
+    /// The rings.
+    pub rings: PartMark,
+    /// How many bytes, from the beginning of the code part, hold trampolines that a task may stand in.
     pub used: u64,
+    /// How much payloads have taken.
+    pub payloads: PayloadMarks,
+}
+
+/// Where a part of the region is mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartMark {
+    /// Where the guest sees it.
+    pub at: Gva,
+    /// How many bytes of it.
+    pub len: u64,
+}
+
+/// Behind which bytes of the rooms for payloads nothing was taken, each counted from its room's
+/// beginning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PayloadMarks {
+    /// Text that a task may stand in.
+    pub text: u64,
+    /// Text that was ever there for the guest to execute: as much, or more.
+    pub executed: u64,
+    /// Constants.
+    pub constants: u64,
+    /// Data.
+    pub data: u64,
 }
 
 /// A site that may hold our bytes.
@@ -146,7 +172,7 @@ impl Journal {
         self.change(|content| content.region = Some(mark))
     }
 
-    /// Notes how much of the region's code part is taken.
+    /// Notes how many bytes of trampolines there are.
     ///
     /// # Errors
     /// [`JournalError::File`].
@@ -154,6 +180,18 @@ impl Journal {
         self.change(|content| {
             if let Some(mark) = &mut content.region {
                 mark.used = mark.used.max(used);
+            }
+        })
+    }
+
+    /// Notes how much payloads have taken of the region.
+    ///
+    /// # Errors
+    /// [`JournalError::File`].
+    pub fn note_payloads(&self, marks: PayloadMarks) -> Result<(), JournalError> {
+        self.change(|content| {
+            if let Some(mark) = &mut content.region {
+                mark.payloads = marks;
             }
         })
     }
@@ -245,9 +283,17 @@ fn read(path: &Path) -> io::Result<String> {
 fn spell(content: &Content) -> String {
     let mut text = format!("{HEADER}\n");
     // Writing to a String does not fail.
-    if let Some(RegionMark { code, code_len, rings, rings_len, used }) = content.region {
-        let (code, rings) = (code.0, rings.0);
-        let _ = writeln!(text, "region {code:x} {code_len:x} {rings:x} {rings_len:x} {used:x}");
+    if let Some(mark) = content.region {
+        text.push_str("region");
+        for part in [mark.code, mark.constants, mark.data, mark.rings] {
+            let _ = write!(text, " {:x} {:x}", part.at.0, part.len);
+        }
+        text.push_str("\ntaken");
+        let PayloadMarks { text: payload_text, executed, constants, data } = mark.payloads;
+        for bytes in [mark.used, payload_text, executed, constants, data] {
+            let _ = write!(text, " {bytes:x}");
+        }
+        text.push('\n');
     }
     for site in content.sites.values() {
         let _ = write!(text, "site {:x} {:x} ", site.gpa.0, site.at.0);
@@ -276,7 +322,9 @@ fn parse(text: &str) -> Result<Content, (usize, &'static str)> {
         let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
         match kind {
             "region" => {
-                let mark = region(rest).ok_or((number, "it does not tell where the region is"))?;
+                let next = lines.next().and_then(|(_, line)| line.strip_prefix("taken "));
+                let mark = next.and_then(|taken| region(rest, taken));
+                let mark = mark.ok_or((number, "it does not tell where the region is"))?;
                 content.region = Some(mark);
             }
             "site" => {
@@ -299,10 +347,24 @@ fn number_in(text: &str) -> Option<u64> {
     u64::from_str_radix(text, 16).ok()
 }
 
-fn region(rest: &str) -> Option<RegionMark> {
-    let numbers = rest.split(' ').map(number_in).collect::<Option<Vec<_>>>()?;
-    let &[code, code_len, rings, rings_len, used] = numbers.as_slice() else { return None };
-    Some(RegionMark { code: Gva(code), code_len, rings: Gva(rings), rings_len, used })
+fn numbers<const N: usize>(text: &str) -> Option<[u64; N]> {
+    let numbers = text.split(' ').map(number_in).collect::<Option<Vec<_>>>()?;
+    numbers.try_into().ok()
+}
+
+fn region(parts: &str, taken: &str) -> Option<RegionMark> {
+    let [code, code_len, constants, constants_len, data, data_len, rings, rings_len] =
+        numbers(parts)?;
+    let [used, text, executed, constants_taken, data_taken] = numbers(taken)?;
+    let part = |at, len| PartMark { at: Gva(at), len };
+    Some(RegionMark {
+        code: part(code, code_len),
+        constants: part(constants, constants_len),
+        data: part(data, data_len),
+        rings: part(rings, rings_len),
+        used,
+        payloads: PayloadMarks { text, executed, constants: constants_taken, data: data_taken },
+    })
 }
 
 fn site(rest: &str) -> Option<Entry> {
@@ -323,7 +385,7 @@ fn bytes(digits: &str) -> Option<Vec<u8>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -338,13 +400,15 @@ mod tests {
         }
     }
 
-    fn a_mark() -> RegionMark {
+    pub fn a_mark() -> RegionMark {
+        let part = |at, len| PartMark { at: Gva(at), len };
         RegionMark {
-            code: Gva(0xffff_ffff_bee0_0000),
-            code_len: 2 << 20,
-            rings: Gva(0xffff_ffff_bf00_0000),
-            rings_len: 16 << 20,
+            code: part(0xffff_ffff_bee0_0000, 2 << 20),
+            constants: part(0xffff_ffff_bf00_0000, 2 << 20),
+            data: part(0xffff_ffff_bf20_0000, 2 << 20),
+            rings: part(0xffff_ffff_bf40_0000, 16 << 20),
             used: 128,
+            payloads: PayloadMarks::default(),
         }
     }
 
@@ -372,10 +436,12 @@ mod tests {
         let sites = [a_site(0x1000, "vfs_read"), a_site(0x2000, "a name with spaces")];
         journal.note_region(a_mark()).unwrap();
         journal.note_code(4096).unwrap();
+        let payloads = PayloadMarks { text: 64, executed: 128, constants: 192, data: 256 };
+        journal.note_payloads(payloads).unwrap();
         journal.intend(sites.iter().cloned()).unwrap();
 
         let next = Journal::open(&place.0).unwrap();
-        assert_eq!(next.region(), Some(RegionMark { used: 4096, ..a_mark() }));
+        assert_eq!(next.region(), Some(RegionMark { used: 4096, payloads, ..a_mark() }));
         assert_eq!(next.sites(), sites);
         next.settle([Gpa(0x1000)].into_iter()).unwrap();
 
@@ -411,7 +477,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_it_panic(text in "(vmm-journal 1\n)?(site [0-9a-fx ]{0,40}\n|region [0-9a-f ]{0,30}\n|end [0-9a-f]{0,3}\n|.{0,20}\n){0,6}") {
+        fn no_text_makes_it_panic(text in "(vmm-journal 2\n)?(site [0-9a-fx ]{0,40}\n|region [0-9a-f ]{0,30}\n|taken [0-9a-f ]{0,20}\n|end [0-9a-f]{0,3}\n|.{0,20}\n){0,6}") {
             let _ = parse(&text);
         }
     }

@@ -5,12 +5,14 @@
 //! terminal: an engine hands it a [`machine::Machine`], and that is all it ever sees of one.
 //!
 //! The modules stand on each other in this order, each using only those above it:
-//! [`addr`], [`mem`], [`journal`], [`machine`], [`region`], [`arch`], [`kernel`], [`patch`], [`trace`].
+//! [`addr`], [`mem`], [`journal`], [`region`], [`machine`], [`arch`], [`kernel`], [`patch`], [`trace`],
+//! [`livepatch`].
 
 pub mod addr;
 pub mod arch;
 pub mod journal;
 pub mod kernel;
+pub mod livepatch;
 pub mod machine;
 pub mod mem;
 pub mod patch;

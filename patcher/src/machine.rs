@@ -5,11 +5,10 @@
 
 use std::time::Duration;
 
-use vm_memory::VolatileSlice;
-
 use crate::addr::Gpa;
 use crate::journal::Journal;
 use crate::mem::PhysMem;
+use crate::region::{Part, RegionWindow};
 
 /// A guest under an engine's control.
 ///
@@ -21,12 +20,9 @@ pub trait Machine: Sync {
     /// How many vCPUs the guest has, online or not.
     fn vcpus(&self) -> usize;
 
-    /// The region's part that holds trampoline code: the guest may read and execute it, and a
-    /// guest's write never reaches it.
-    fn region_code(&self) -> RegionWindow<'_>;
-
-    /// The region's part that holds rings: the guest may read and write it.
-    fn region_rings(&self) -> RegionWindow<'_>;
+    /// One part of the region, the memory that the hypervisor provides. What the guest may do with it
+    /// is what [`Part`] says.
+    fn region(&self, part: Part) -> RegionWindow<'_>;
 
     /// The frequency in Hz of the clock that the guest's time-stamp instruction reads.
     fn clock_hz(&self) -> u64;
@@ -59,7 +55,8 @@ pub trait Stopped {
     /// [`StopError::NoSuchVcpu`], or what the engine says.
     fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError>;
 
-    /// Writes guest text, in the order given, so that vCPUs execute it from the moment they resume.
+    /// Writes text, in the order given, so that vCPUs execute it from the moment they resume: in the
+    /// guest's RAM, or in the region's code part ([`Part::Code`]).
     ///
     /// # Errors
     /// Stops at the first write that fails and says which; the guest may have seen any part of that
@@ -91,15 +88,6 @@ pub struct TextWrite<'a> {
     pub at: Gpa,
     /// The bytes to be there.
     pub bytes: &'a [u8],
-}
-
-/// One part of the memory that the hypervisor provides.
-#[derive(Debug)]
-pub struct RegionWindow<'a> {
-    /// Where the guest's page tables must point to reach it; 2 MiB-aligned.
-    pub gpa: Gpa,
-    /// The same memory in this process.
-    pub memory: VolatileSlice<'a>,
 }
 
 /// How long a stop took, phase by phase, by the host's monotonic clock.
@@ -211,6 +199,8 @@ pub struct Aarch64Registers {
     pub mair: u64,
     /// `TPIDR_EL1`: while the kernel runs, the offset of this CPU's variables.
     pub tpidr_el1: u64,
+    /// `X9`, `X16`, `X17` and `X30`: where an address to return to may be that is on no stack yet.
+    pub links: [u64; 4],
 }
 
 /// A guest could not be stopped, sampled or resumed.

@@ -13,7 +13,7 @@ use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, text_len};
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
-use patcher::region::{CodeSpace, RingLayout};
+use patcher::region::{CodeSpace, Part, RingLayout};
 use patcher::trace::ring::RingReader;
 
 /// Far longer than anything here takes.
@@ -70,7 +70,7 @@ impl<'m> Driver<'m> {
         region: RegionAt,
         cpu_number: i32,
     ) -> Self {
-        let window = machine.region_rings();
+        let window = machine.region(Part::Rings);
         let rings = RingLayout::new(region.rings, window.memory.len() as u64, CPUS).unwrap();
         Self {
             machine,
@@ -80,7 +80,7 @@ impl<'m> Driver<'m> {
             bare,
             cpu_number,
             rings,
-            code: CodeSpace::new(region.code, machine.region_code().memory.len() as u64),
+            code: CodeSpace::new(region.code, machine.region(Part::Code).memory.len() as u64),
             trampolines: BTreeMap::new(),
             readers: readers(machine, rings, arch),
         }
@@ -223,7 +223,7 @@ impl<'m> Driver<'m> {
             resume,
             returns: ReturnForm::Plain,
         };
-        let (arch, code, window) = (self.arch, &self.code, self.machine.region_code());
+        let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
         let place = || {
             let mut len = 0;
             let at = code.place::<anyhow::Error>(&window, |at| {
@@ -361,7 +361,7 @@ impl<'m> Driver<'m> {
     /// # Panics
     /// If a record is lost, or names no function.
     pub fn recorded(&mut self) -> BTreeMap<String, [u64; CPUS]> {
-        let window = self.machine.region_rings();
+        let window = self.machine.region(Part::Rings);
         let mut counts = BTreeMap::new();
         for (cpu, reader) in self.readers.iter_mut().enumerate() {
             let mut records = Vec::new();
@@ -382,7 +382,7 @@ impl<'m> Driver<'m> {
 
 /// A reader for each processor's ring, from where it stands now.
 fn readers(machine: &dyn Machine, rings: RingLayout, arch: &dyn Arch) -> Vec<RingReader> {
-    let window = machine.region_rings();
+    let window = machine.region(Part::Rings);
     let reader = |cpu| RingReader::new(&window.memory, rings, cpu, arch.byte_order()).unwrap();
     (0..CPUS).map(reader).collect()
 }

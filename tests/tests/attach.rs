@@ -8,6 +8,7 @@ use std::{fs, process};
 
 use guest_images::{Architecture, Series, kernel_for};
 use patcher::kernel::MappedRegion;
+use patcher::region::Part;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -185,7 +186,7 @@ fn left_as_it_was_found(architecture: Architecture, functions: usize) {
     let used = region.code().used() as usize;
     let code = |length| {
         let mut bytes = vec![0; length];
-        let window = attached.machine().region_code().memory;
+        let window = attached.machine().region(Part::Code).memory;
         vm_memory::Bytes::read_slice(&window, &mut bytes, 0).unwrap();
         bytes
     };

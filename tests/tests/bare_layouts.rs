@@ -12,6 +12,7 @@ use patcher::arch::x86_64::X86_64;
 use patcher::kernel::Refusal;
 use patcher::machine::Machine;
 use patcher::patch::{Patchset, Reverted, VerifyError};
+use patcher::region::Part;
 use tests::bare::{CALLS, CPUS, Driver, RegionAt};
 use vmm::devices::Console;
 use vmm::kvm::{BareGuest, Hardware, Vm};
@@ -118,8 +119,9 @@ fn x86_64_functions_do_not_notice_that_they_are_traced() {
     let vm = Vm::bare(&hardware, guest, console).unwrap();
     vm.start();
     // Where the guest's own tables map the region.
-    assert_eq!((vm.region_code().gpa.0, vm.region_rings().gpa.0), (4 << 30, (4 << 30) + (2 << 20)));
-    let region = RegionAt { code: Gva(1 << 30), rings: Gva((1 << 30) + (2 << 20)) };
+    let gpas = Part::ALL.map(|part| vm.region(part).gpa.0);
+    assert_eq!(gpas, [0, 2, 4, 6].map(|mib| (4 << 30) + (mib << 20)));
+    let region = RegionAt { code: Gva(1 << 30), rings: Gva((1 << 30) + (6 << 20)) };
     let number = bare.symbol("cpu_number").unwrap() as i32;
     // A KVM that only emulates is slow, and may end the guest at a breakpoint.
     let expected = Expected { busy: 8, has_breakpoints: false, stepped: &[], ..ON_X86_64 };
@@ -206,7 +208,7 @@ fn on_physical_addresses<'m>(
     bare: Bare,
     cpu_number: i32,
 ) -> Driver<'m> {
-    let [code, rings] = [machine.region_code(), machine.region_rings()].map(|part| Gva(part.gpa.0));
+    let [code, rings] = [Part::Code, Part::Rings].map(|part| Gva(machine.region(part).gpa.0));
     Driver::new(machine, arch, bare, RegionAt { code, rings }, cpu_number)
 }
 

@@ -8,9 +8,12 @@ use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
-use patcher::kernel::{self, Kernel, Located, NotYet, Refusal, Symbols, VariableError, locate};
-use patcher::machine::{RegionWindow, Registers};
+use patcher::kernel::{
+    self, Kernel, Located, NotYet, PartMemory, Refusal, Symbols, VariableError, locate,
+};
+use patcher::machine::Registers;
 use patcher::mem::PhysMem;
+use patcher::region::{Part, RegionWindow};
 use tests::capture::{Captured, capture, map};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap};
@@ -115,24 +118,44 @@ impl Guest {
     fn check_mapping(&self, kernel: &Kernel) {
         let leaf = 2 << 20;
         // Above the guest's own memory, and within what is reached from it.
-        let (code, rings) = (Gpa(2 << 30), Gpa((2 << 30) + leaf));
-        let region = MmapRegionBuilder::new(5 * leaf as usize)
+        let (at, rings) = (Gpa(2 << 30), 4 * leaf);
+        let all = Part::Rings.offset() + rings;
+        let region = MmapRegionBuilder::new(all as usize)
             .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE)
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
             .build()
             .unwrap();
-        let region = Arc::new(GuestRegionMmap::new(region, GuestAddress(code.0)).unwrap());
+        let region = Arc::new(GuestRegionMmap::new(region, GuestAddress(at.0)).unwrap());
         let ram = self.ram.insert_region(region.clone()).unwrap();
 
-        let mapping = kernel::plan_mapping(kernel, &ram, (code, leaf), (rings, 4 * leaf)).unwrap();
-        let window = RegionWindow { gpa: code, memory: region.as_volatile_slice().unwrap() };
+        let parts = Part::ALL.map(|part| PartMemory {
+            part,
+            gpa: at + part.offset(),
+            len: part.len(rings),
+        });
+        let mapping = kernel::plan_mapping(kernel, &ram, &parts).unwrap();
+        let window = RegionWindow { gpa: at, memory: region.as_volatile_slice().unwrap() };
         mapping.install(&ram, &window).unwrap();
-        assert_eq!(kernel.translate(&ram, mapping.code + 64), Ok(code + 64));
+        for (mapped, memory) in mapping.parts.iter().zip(parts) {
+            assert_eq!(mapped.part, memory.part);
+            // Page tables take little of the code part, and none of the others.
+            let tables = memory.len - mapped.len;
+            let most = if mapped.part == Part::Code { leaf / 16 } else { 0 };
+            assert!(tables <= most, "{tables:#x} bytes of the {}", mapped.part);
+            let rights = rights(self.capture.architecture, mapped.part);
+            let step = kernel.arch().region_leaf_size();
+            for offset in (0..mapped.len).step_by(step as usize) {
+                let found = kernel.root().walk(&ram, mapped.at + offset).unwrap();
+                assert_eq!((found.gpa, found.size), (memory.gpa + offset, step));
+                assert_eq!(found.entry & rights.0, rights.1, "{}: {:#x}", mapped.part, found.entry);
+            }
+        }
+        let rings = mapping.parts[3];
         for registers in &self.vcpus {
             let spaces = kernel.arch().address_spaces(registers).unwrap();
             // Without isolated tables the first guess may be wrong.
             let seen = |at| spaces.iter().find_map(|space| space.translate(&ram, at).ok());
-            assert_eq!(seen(mapping.rings + 3 * leaf + 8), Some(rings + 3 * leaf + 8));
+            assert_eq!(seen(rings.at + 3 * leaf + 8), Some(rings.gpa + 3 * leaf + 8));
         }
     }
 
@@ -144,6 +167,29 @@ impl Guest {
         names.dedup();
         names
     }
+}
+
+/// The bits of a leaf that say what may be done with its memory, and how they stand for a part of the
+/// region, as the manuals have them.
+fn rights(architecture: Architecture, part: Part) -> (u64, u64) {
+    // Intel SDM: present, writable, user; execute-disable. Arm ARM: valid; AP[1] (user), AP[2]
+    // (read-only); DBM (may become writable), PXN, UXN. z/Architecture PoP: invalid, protection,
+    // no-execute.
+    let (mask, read, write, no_execute) = match architecture {
+        X86_64 => (1 << 63 | 0b111, 1, 1 << 1, 1 << 63),
+        Aarch64 => {
+            (1 | 3 << 6 | 1 << 51 | 3 << 53, 1 | 1 << 7 | 1 << 54, 1 << 51 | 1 << 7, 1 << 53)
+        }
+        S390x => (0x700, 0x200, 0x200, 0x100),
+    };
+    let rights = match (part, architecture) {
+        (Part::Code, _) => read,
+        (Part::Constants, _) => read | no_execute,
+        (Part::Data | Part::Rings, X86_64) => read | write | no_execute,
+        // Read-only is a bit that goes, and on aarch64 another comes.
+        (Part::Data | Part::Rings, _) => (read ^ write) | no_execute,
+    };
+    (mask, rights)
 }
 
 /// The lines of one of the guest's own lists that are about the kernel and no module.

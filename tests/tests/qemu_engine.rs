@@ -7,6 +7,7 @@ use std::{fs, io};
 use guest_images::Architecture::X86_64;
 use guest_images::{Series, kernel};
 use patcher::machine::{Machine, StopError, TextWrite};
+use patcher::region::Part;
 use tests::emulated::{
     self, Folder, LONG, every_function_is_armed_and_put_back, output, said, signal,
     wait_for_kernel, wait_until,
@@ -65,7 +66,7 @@ fn a_standing_guest_is_written_to_in_ram_and_nowhere_else() {
     let mut text = [0; 8];
     kernel.read_virt(qemu.ram(), at, &mut text).unwrap();
     let ram_end = qemu.ram().extents()[0].end;
-    let writes = [ram_end - 8, qemu.region_code().gpa, ram_end - 16];
+    let writes = [ram_end - 8, qemu.region(Part::Constants).gpa, ram_end - 16];
     let writes = writes.map(|at| TextWrite { at, bytes: b"12345678" });
     let error = stopped.write_text(&writes).unwrap_err();
     assert_eq!((error.index, error.at), (1, writes[1].at));

@@ -231,10 +231,11 @@ ram_pd:					# 1 GiB where it is, writable and executable
 	.quad	(page << 21) + 0x83
 	.set	page, page + 1
 	.endr
-region_pd:				# code that can't be written, and rings that can't be executed
-	.quad	0x100000000 + 0x81
-	.set	page, 1
-	.rept	511
+region_pd:				# code that can't be written, constants that can't be executed either,
+					# data and rings that can't be executed
+	.quad	0x100000000 + 0x81, 0x8000000100200081
+	.set	page, 2
+	.rept	510
 	.quad	0x8000000100000083 + (page << 21)
 	.set	page, page + 1
 	.endr

@@ -14,12 +14,16 @@ use crate::region::RingLayout;
 pub mod aarch64;
 mod layout;
 pub mod paging;
+pub mod relocation;
 pub mod s390x;
+mod stacks;
 pub mod x86_64;
 
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
+use relocation::Relocation;
+pub use stacks::{CpuArea, CpuStack, CpuVariable, Extent, Standing, TaskStacks};
 
 /// One guest architecture.
 pub trait Arch: fmt::Debug + Send + Sync {
@@ -153,12 +157,86 @@ pub trait Arch: fmt::Debug + Send + Sync {
         false
     }
 
+    /// What a vCPU with these registers does, and on which stack.
+    fn standing(&self, registers: &Registers) -> Standing;
+
+    /// What the kernel keeps of a task that is on no CPU.
+    fn task_stacks(&self) -> TaskStacks;
+
+    /// Where the variables of a vCPU with these registers are, if it can be told.
+    fn cpu_area(&self, _registers: &Registers) -> Option<CpuArea> {
+        None
+    }
+
+    /// The stacks that a CPU has beside its tasks', innermost first: those for interrupts and
+    /// exceptions. One that is not listed is known by what is mapped around the stack pointer.
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &[]
+    }
+
+    /// The variable of a CPU that holds the address of the task that it runs, where types do not tell
+    /// of a task whether it is on a CPU.
+    fn current_task(&self) -> Option<CpuVariable> {
+        None
+    }
+
+    /// The address of code that `word`, found on a stack, stands for: processors sign the addresses
+    /// to which functions return.
+    fn code_address(&self, _format: &TableFormat, word: u64) -> u64 {
+        word
+    }
+
     /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.
     ///
     /// # Errors
     /// The rings or the return thunk are farther from `at` than an instruction reaches.
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
+
+    /// The number by which ELF files name the architecture (`e_machine`).
+    fn elf_machine(&self) -> u16;
+
+    /// The relocations that payloads may have.
+    fn relocations(&self) -> &'static [Relocation];
+
+    /// The symbols that compilers make functions call as they begin, for the sake of tracing.
+    fn compiler_hooks(&self) -> &'static [&'static str] {
+        &["__fentry__", "_mcount", "mcount"]
+    }
+
+    /// Makes the call in a payload's `text` whose relocation is at `field` a no-operation; `false`, and
+    /// nothing changed, if there is no call.
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool;
+
+    /// Whether `name` is a thunk through which code branches to computed addresses, so as not to be
+    /// led astray by speculation. A guest has those that its processor needs.
+    fn is_branch_thunk(&self, _name: &str) -> bool {
+        false
+    }
+
+    /// The symbol of the thunk that payloads return through, if this architecture has such a one.
+    fn payload_return_thunk(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Makes the jump in a payload's `text` whose relocation is at `field` a plain return; `false`, and
+    /// nothing changed, if there is no jump.
+    fn return_plainly(&self, _text: &mut [u8], _field: usize) -> bool {
+        false
+    }
 }
+
+impl dyn Arch {
+    /// The name of a kind of relocation; its number if it has none.
+    #[must_use]
+    pub fn relocation_name(&self, kind: u32) -> String {
+        let names = object::elf::machine_names(object::elf::Machine(self.elf_machine())).r;
+        let kind = object::elf::RelocationType(kind);
+        names.name(kind).map_or_else(|| kind.to_string(), str::to_owned)
+    }
+}
+
+/// All architectures whose guests can be looked at.
+pub const ALL: [&dyn Arch; 3] = [&x86_64::X86_64, &s390x::S390X, &aarch64::Aarch64];
 
 /// The architecture that these registers belong to, if its kernels can be looked at.
 #[must_use]
@@ -409,9 +487,11 @@ pub struct OutOfReach {
 /// What the guest may do with a part of the region. Nothing is both writable and executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Read and execute: trampoline code.
+    /// Read and execute: trampolines, payload text.
     Code,
-    /// Read and write: rings.
+    /// Read: constants of payloads.
+    Constants,
+    /// Read and write: data of payloads, rings.
     Data,
 }
 

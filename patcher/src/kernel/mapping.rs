@@ -10,18 +10,38 @@ use super::entries::{Entries, MapError, NewTable};
 use crate::addr::{Gpa, Gva};
 use crate::arch::paging::{AddressSpace, WalkError};
 use crate::arch::{Access, KernelPlace};
-use crate::machine::RegionWindow;
 use crate::mem::{MemError, PhysMem};
+use crate::region::{Part, RegionWindow};
 
-/// How the region is to be mapped: code, and the rings behind it.
+/// A part of the region as an engine has it, to be mapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartMemory {
+    /// Which one.
+    pub part: Part,
+    /// Where it is in guest-physical memory.
+    pub gpa: Gpa,
+    /// How long it is, in bytes.
+    pub len: u64,
+}
+
+/// A part of the region as a guest's kernel sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MappedPart {
+    /// Which one.
+    pub part: Part,
+    /// Where it is in guest-physical memory.
+    pub gpa: Gpa,
+    /// Where it begins in the kernel's address space.
+    pub at: Gva,
+    /// How many bytes are mapped: all of them, but for those of the code part that hold page tables.
+    pub len: u64,
+}
+
+/// How the region is to be mapped: its parts one behind the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mapping {
-    /// Where the guest sees the region's code.
-    pub code: Gva,
-    /// How many bytes of the code part may hold code; new page tables lie behind.
-    pub code_len: u64,
-    /// Where the guest sees the rings.
-    pub rings: Gva,
+    /// The parts, in the order in which they were asked for.
+    pub parts: Vec<MappedPart>,
     /// The page tables to make. They lie at the end of the region's code part, which is not mapped
     /// there.
     pub tables: Vec<NewTable>,
@@ -46,11 +66,11 @@ pub struct MappingEntry {
 pub enum PlanMappingError {
     /// The region's memory does not lie as leaves need it.
     #[error(
-        "the region's {what} at {gpa}, {len:#x} bytes, is not a whole number of {leaf:#x}-byte pages"
+        "the region's {part} part at {gpa}, {len:#x} bytes, is not a whole number of {leaf:#x}-byte pages"
     )]
     Unaligned {
         /// Which part of it.
-        what: &'static str,
+        part: Part,
         /// Where it begins.
         gpa: Gpa,
         /// How long it is, in bytes.
@@ -111,8 +131,8 @@ pub enum InstallError {
     },
 }
 
-/// Plans where in the kernel's address space the region's code and rings go: one behind the other,
-/// within reach of every pad, where the kernel's own tables have nothing.
+/// Plans where in the kernel's address space the parts of the region go: one behind the other, within
+/// reach of every pad, where the kernel's own tables have nothing.
 ///
 /// Those tables are shared by every process, so an entry made there is seen by all of them. Where a
 /// table is missing on the way, a new one is planned, at the end of the code part.
@@ -122,14 +142,13 @@ pub enum InstallError {
 pub fn plan_mapping(
     kernel: &Kernel,
     ram: &dyn PhysMem,
-    code: (Gpa, u64),
-    rings: (Gpa, u64),
+    parts: &[PartMemory],
 ) -> Result<Mapping, PlanMappingError> {
     let arch = kernel.arch();
     let size = arch.region_leaf_size();
-    for (what, (gpa, len)) in [("code", code), ("rings", rings)] {
+    for &PartMemory { part, gpa, len } in parts {
         if gpa.0 % size != 0 || len % size != 0 || len == 0 {
-            return Err(PlanMappingError::Unaligned { what, gpa, len, leaf: size });
+            return Err(PlanMappingError::Unaligned { part, gpa, len, leaf: size });
         }
     }
     let text_leaf = kernel.root().walk(ram, kernel.text().start)?.entry;
@@ -139,10 +158,20 @@ pub fn plan_mapping(
         format: kernel.root().format,
         relocatable: kernel.is_relocatable(),
     };
-    let memory = code.0.min(rings.0)..(code.0 + code.1).max(rings.0 + rings.1);
-    let window = arch.region_window(&place, &memory);
+    let begin = parts.iter().map(|memory| memory.gpa).min().unwrap_or_default();
+    let end = parts.iter().map(|memory| memory.gpa + memory.len).max().unwrap_or_default();
+    let window = arch.region_window(&place, &(begin..end));
     let leaf = |gpa, access| arch.region_leaf(text_leaf, gpa, access);
-    plan(kernel.root(), ram, &window, size, &leaf, code, rings)
+    plan(kernel.root(), ram, &window, size, &leaf, parts)
+}
+
+/// What a guest may do with a part.
+fn access(part: Part) -> Access {
+    match part {
+        Part::Code => Access::Code,
+        Part::Constants => Access::Constants,
+        Part::Data | Part::Rings => Access::Data,
+    }
 }
 
 /// Plans the mapping in `window` with leaves of `size` bytes, which `leaf` makes.
@@ -152,44 +181,53 @@ pub(super) fn plan(
     window: &Range<Gva>,
     size: u64,
     leaf: &dyn Fn(Gpa, Access) -> u64,
-    code: (Gpa, u64),
-    rings: (Gpa, u64),
+    memory: &[PartMemory],
 ) -> Result<Mapping, PlanMappingError> {
-    let wanted = code.1 + rings.1;
-    let at = highest_gap(space, ram, window, size, wanted).map_err(|longest| {
+    let wanted = memory.iter().map(|memory| memory.len).sum();
+    let mut next = highest_gap(space, ram, window, size, wanted).map_err(|longest| {
         PlanMappingError::NoRoom { wanted: wanted / size, longest: longest / size }
     })?;
-    let rings_at = at + code.1;
-    let mut entries = Entries::new(space, ram, size, code.0..code.0 + code.1);
+    let mut parts = Vec::new();
+    for &PartMemory { part, gpa, len } in memory {
+        parts.push(MappedPart { part, gpa, at: next, len });
+        next = next + len;
+    }
+    let code = memory.iter().find(|memory| memory.part == Part::Code);
+    let (free, code_len) = code.map_or((Gpa(0)..Gpa(0), 0), |m| (m.gpa..m.gpa + m.len, m.len));
     let failed = |at| {
         move |error| match error {
-            MapError::NoMemory => PlanMappingError::NoRoomForTables { len: code.1 },
+            MapError::NoMemory => PlanMappingError::NoRoomForTables { len: code_len },
             MapError::Changed => PlanMappingError::Changed { at },
         }
     };
-    for offset in (0..rings.1).step_by(size as usize) {
-        let va = rings_at + offset;
-        let entry = entries.reach(va).map_err(failed(va))?;
-        let value = leaf(rings.0 + offset, Access::Data);
-        entries.set_leaf(entry, value).map_err(failed(va))?;
+    let mut entries = Entries::new(space, ram, size, free);
+    for mapped in parts.iter().filter(|mapped| mapped.part != Part::Code) {
+        for offset in (0..mapped.len).step_by(size as usize) {
+            let va = mapped.at + offset;
+            let entry = entries.reach(va).map_err(failed(va))?;
+            let value = leaf(mapped.gpa + offset, access(mapped.part));
+            entries.set_leaf(entry, value).map_err(failed(va))?;
+        }
     }
     // New tables take the code part from its end, also while the code is being mapped.
-    let mut code_len = 0;
-    while code_len < code.1 {
-        let va = at + code_len;
-        let entry = entries.reach(va).map_err(failed(va))?;
-        if code.0 + code_len + size > entries.taken_from() {
-            break;
+    if let Some(code) = parts.iter_mut().find(|mapped| mapped.part == Part::Code) {
+        code.len = 0;
+        while code.len < code_len {
+            let va = code.at + code.len;
+            let entry = entries.reach(va).map_err(failed(va))?;
+            if code.gpa + code.len + size > entries.taken_from() {
+                break;
+            }
+            let value = leaf(code.gpa + code.len, Access::Code);
+            entries.set_leaf(entry, value).map_err(failed(va))?;
+            code.len += size;
         }
-        let value = leaf(code.0 + code_len, Access::Code);
-        entries.set_leaf(entry, value).map_err(failed(va))?;
-        code_len += size;
-    }
-    if code_len == 0 {
-        return Err(PlanMappingError::NoRoomForTables { len: code.1 });
+        if code.len == 0 {
+            return Err(PlanMappingError::NoRoomForTables { len: code_len });
+        }
     }
     let (tables, entries) = entries.finish();
-    Ok(Mapping { code: at, code_len, rings: rings_at, tables, entries })
+    Ok(Mapping { parts, tables, entries })
 }
 
 /// The highest `len` bytes of `window` where nothing is mapped and leaves of `size` bytes can be.

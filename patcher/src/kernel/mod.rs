@@ -20,6 +20,7 @@ mod probes;
 mod records;
 mod slots;
 mod symbols;
+mod tasks;
 #[cfg(test)]
 mod tests;
 mod types;
@@ -29,11 +30,15 @@ pub use image::Image;
 pub use kallsyms::KallsymsError;
 pub use locate::{LocateError, Located, NotYet, locate};
 pub use mapped::{MapRegionError, MappedRegion};
-pub use mapping::{InstallError, Mapping, MappingEntry, PlanMappingError, plan_mapping};
+pub use mapping::{
+    InstallError, MappedPart, Mapping, MappingEntry, PartMemory, PlanMappingError, plan_mapping,
+};
 pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;
 pub use symbols::{Place, Symbol, Symbols};
+pub(crate) use tasks::Reader;
+pub use tasks::{Comm, Task, TaskLayout, TaskLayoutError, TasksError};
 pub use types::TypesError;
 
 /// A kernel found in a guest's memory.

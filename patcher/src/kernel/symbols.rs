@@ -79,6 +79,23 @@ impl Symbols {
         })
     }
 
+    /// Symbols of these addresses, kinds and names, which ascend by address.
+    ///
+    /// # Panics
+    /// If they do not, or one has no name.
+    #[cfg(any(test, feature = "synthetic"))]
+    #[must_use]
+    pub fn listed(list: &[(u64, u8, &str)]) -> Self {
+        let mut builder = Builder::with_capacity(list.len());
+        for (address, kind, name) in list {
+            let text = [&[*kind], name.as_bytes()].concat();
+            let pieces: Vec<Piece> = text.chunks(PIECE).map(Piece::new).collect();
+            builder.push_name(pieces.len(), pieces.iter()).expect("symbols have names");
+            builder.push_address(*address);
+        }
+        builder.build().expect("symbols ascend by address")
+    }
+
     fn at(&self, index: usize) -> Symbol<'_> {
         let (kind, name) = self.names.get(index);
         Symbol { address: Gva(self.addresses[index]), kind, name }

@@ -131,7 +131,7 @@ impl Types {
     }
 
     /// Where `field` is in `structure`, in bytes.
-    fn offset(&self, structure: &'static str, field: &'static str) -> Result<u64, TypesError> {
+    pub fn offset(&self, structure: &'static str, field: &'static str) -> Result<u64, TypesError> {
         let mut at = 0;
         while at < self.types.len() {
             let header = self.words::<3>(at).ok_or(TypesError::Unsound)?;

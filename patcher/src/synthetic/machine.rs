@@ -7,15 +7,14 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use super::Guest;
 use crate::addr::Gpa;
 use crate::machine::{
-    Machine, RegionWindow, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
+    Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
 use crate::mem::PhysMem;
+use crate::region::{PART_BYTES, Part, RegionWindow};
 
 /// Where the region is: beyond the guest's RAM.
-const CODE: GuestAddress = GuestAddress(1 << 32);
-const RINGS: GuestAddress = GuestAddress((1 << 32) + CODE_LEN as u64);
-const CODE_LEN: usize = 2 << 20;
-const RINGS_LEN: usize = 2 << 20;
+const REGION: Gpa = Gpa(1 << 32);
+const RINGS: u64 = PART_BYTES;
 
 /// The memory that a hypervisor would provide.
 #[derive(Debug)]
@@ -23,15 +22,22 @@ pub(super) struct Region(Arc<GuestMemoryMmap<()>>);
 
 impl Region {
     pub(super) fn new() -> Self {
-        let memory = GuestMemoryMmap::from_ranges(&[(CODE, CODE_LEN), (RINGS, RINGS_LEN)])
-            .expect("4 MiB can be had");
-        Self(Arc::new(memory))
+        let parts = Part::ALL.map(|part| (GuestAddress::from(gpa(part)), len(part)));
+        Self(Arc::new(GuestMemoryMmap::from_ranges(&parts).expect("8 MiB can be had")))
     }
 
-    fn window(&self, at: GuestAddress, len: usize) -> RegionWindow<'_> {
-        let memory = self.0.get_slice(at, len).expect("a window is one piece of memory");
-        RegionWindow { gpa: at.into(), memory }
+    fn window(&self, part: Part) -> RegionWindow<'_> {
+        let memory = self.0.get_slice(gpa(part).into(), len(part));
+        RegionWindow { gpa: gpa(part), memory: memory.expect("a part is one piece of memory") }
     }
+}
+
+fn gpa(part: Part) -> Gpa {
+    REGION + part.offset()
+}
+
+fn len(part: Part) -> usize {
+    part.len(RINGS) as usize
 }
 
 impl Machine for Guest {
@@ -43,12 +49,8 @@ impl Machine for Guest {
         self.registers.len()
     }
 
-    fn region_code(&self) -> RegionWindow<'_> {
-        self.region.window(CODE, CODE_LEN)
-    }
-
-    fn region_rings(&self) -> RegionWindow<'_> {
-        self.region.window(RINGS, RINGS_LEN)
+    fn region(&self, part: Part) -> RegionWindow<'_> {
+        self.region.window(part)
     }
 
     fn clock_hz(&self) -> u64 {
@@ -73,13 +75,15 @@ impl Stopped for StoppedGuest<'_> {
     }
 
     fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
+        let code = gpa(Part::Code)..gpa(Part::Code) + PART_BYTES;
         for (index, &TextWrite { at, bytes }) in writes.iter().enumerate() {
             let failed = |error: vm_memory::GuestMemoryError| TextWriteError {
                 index,
                 at,
                 reason: error.to_string(),
             };
-            self.0.ram.write_slice(bytes, Gpa::into(at)).map_err(failed)?;
+            let memory = if code.contains(&at) { &*self.0.region.0 } else { &self.0.ram };
+            memory.write_slice(bytes, at.into()).map_err(failed)?;
         }
         Ok(())
     }

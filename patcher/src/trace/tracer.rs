@@ -24,7 +24,7 @@ use crate::arch::{Logger, PadLayout};
 use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{self, Applied, Patchset, PlanError, Reverted};
-use crate::region::RingLayout;
+use crate::region::{Part, RingLayout};
 
 pub use super::arm::{ArmError, Armed, DisarmError};
 pub use super::client::Summary;
@@ -91,7 +91,7 @@ impl<'m, S> Tracer<'m, S> {
             returns: kernel.return_form(ram)?,
         };
         let place = |resume| {
-            let at = region.code().place(&machine.region_code(), |at| {
+            let at = region.code().place(&machine.region(Part::Code), |at| {
                 let logger = Logger { resume, ..logger };
                 arch.assemble_logger(at, &logger).map_err(ArmError::from)
             })?;
@@ -246,7 +246,7 @@ impl<'m, S> Tracer<'m, S> {
     }
 
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
-        let window = self.machine.region_rings();
+        let window = self.machine.region(Part::Rings);
         let cpus = 0..self.rings.cpus();
         let order = self.kernel.arch().byte_order();
         cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu, order)).collect()
@@ -319,7 +319,7 @@ impl<'m, S> Tracer<'m, S> {
     /// An error of `give` ends what that client is given, except [`io::ErrorKind::WouldBlock`]; see
     /// [`Sink::event`](super::sink::Sink::event).
     pub fn drain(&mut self, mut give: impl FnMut(&mut S, &Event<'_>) -> io::Result<()>) -> usize {
-        let window = self.machine.region_rings();
+        let window = self.machine.region(Part::Rings);
         look(self.machine, &mut self.readers);
         let mut taken = 0;
         for (cpu, reader) in self.readers.iter_mut().enumerate() {
@@ -482,7 +482,7 @@ fn record_ip(at: Gva, instruction: &[u8]) -> Gva {
 }
 
 fn look(machine: &dyn Machine, readers: &mut [RingReader]) {
-    let window = machine.region_rings();
+    let window = machine.region(Part::Rings);
     for reader in readers {
         reader.look(&window.memory);
     }

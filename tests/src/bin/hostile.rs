@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use patcher::kernel::{Kernel, MappedRegion};
 use patcher::machine::{Machine, TextWrite};
 use patcher::patch::VerifyError;
+use patcher::region::Part;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{ArmError, Selection, Session};
 use patcher::trace::sink::FtraceText;
@@ -43,7 +44,7 @@ fn main() -> Result<()> {
     // Where the rings are is the same in every machine of this hardware. No kernel is told; a hostile
     // guest finds out.
     let machine = Vm::linux(&hardware, &boot, Console::new(Box::new(std::io::sink()))?)?;
-    let (rings, len) = (machine.region_rings().gpa, machine.region_rings().memory.len());
+    let (rings, len) = (machine.region(Part::Rings).gpa, machine.region(Part::Rings).memory.len());
     drop(machine);
     boot.cmdline = format!(
         "quiet vmm.work=wait-console-line,\

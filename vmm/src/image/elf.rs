@@ -1,10 +1,10 @@
 //! Lays out an uncompressed kernel, a vmlinux, as it lies in memory.
 
 use object::Endianness;
-use object::elf::{EM_AARCH64, EM_S390, EM_X86_64, FileHeader64, PT_LOAD};
+use object::elf::{FileHeader64, PT_LOAD};
 use object::read::elf::{FileHeader, ProgramHeader};
 use patcher::addr::Gva;
-use patcher::arch::{Arch, ByteOrder, aarch64::Aarch64, s390x::S390X, x86_64::X86_64};
+use patcher::arch::{self, Arch, ByteOrder};
 
 use super::FormatError;
 use super::unpack::MAX_UNPACKED;
@@ -36,15 +36,14 @@ impl Vmlinux {
         let header = FileHeader64::<Endianness>::parse(head).map_err(damaged)?;
         let endian = header.endian().map_err(damaged)?;
         let machine = header.e_machine(endian);
-        let arch: &'static dyn Arch = match machine {
-            EM_X86_64 => &X86_64,
-            EM_AARCH64 => &Aarch64,
-            EM_S390 => &S390X,
-            _ => return Err(unsound("it is for an architecture that is not supported")),
+        let order = match endian {
+            Endianness::Little => ByteOrder::Little,
+            Endianness::Big => ByteOrder::Big,
         };
-        if (arch.byte_order() == ByteOrder::Little) != (endian == Endianness::Little) {
-            return Err(unsound("its order of bytes is not its architecture's"));
-        }
+        let arch = arch::ALL
+            .into_iter()
+            .find(|arch| arch.elf_machine() == machine.0 && arch.byte_order() == order)
+            .ok_or_else(|| unsound("it is for an architecture that is not supported"))?;
         let headers = header.program_headers(endian, head).map_err(damaged)?;
         if headers.len() > MAX_SEGMENTS {
             return Err(unsound("it has more segments than a kernel"));

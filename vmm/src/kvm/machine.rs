@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::time::Instant;
 
 use patcher::machine::{
-    Machine, RegionWindow, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
+    Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
 use patcher::mem::PhysMem;
-use vm_memory::{Bytes, GuestAddress};
+use patcher::region::{Part, RegionWindow};
 
 use super::vm::Vm;
 use crate::turn::Held;
@@ -21,12 +21,8 @@ impl Machine for Vm {
         self.shared.crew.len()
     }
 
-    fn region_code(&self) -> RegionWindow<'_> {
-        self.shared.memory.code()
-    }
-
-    fn region_rings(&self) -> RegionWindow<'_> {
-        self.shared.memory.rings()
+    fn region(&self, part: Part) -> RegionWindow<'_> {
+        self.shared.memory.part(part)
     }
 
     fn clock_hz(&self) -> u64 {
@@ -98,13 +94,10 @@ impl Stopped for Standstill<'_> {
     }
 
     fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
-        let ram = self.vm.shared.memory.ram();
+        let memory = &self.vm.shared.memory;
         for (index, &TextWrite { at, bytes }) in writes.iter().enumerate() {
-            ram.write_slice(bytes, GuestAddress::from(at)).map_err(|error| TextWriteError {
-                index,
-                at,
-                reason: error.to_string(),
-            })?;
+            let written = memory.write_text(at, bytes);
+            written.map_err(|error| TextWriteError { index, at, reason: error.to_string() })?;
         }
         // Entering the guest is a serialising event: no vCPU can execute what it fetched before.
         Ok(())

@@ -7,22 +7,19 @@ use std::ops::Range;
 use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
 use patcher::addr::Gpa;
-use patcher::machine::RegionWindow;
+use patcher::region::{Part, RegionWindow};
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MmapRegion,
 };
 
-use super::layout::{self, LARGE_PAGE, PAGE};
-
-/// The size of the region's code part in bytes.
-pub(super) const CODE_BYTES: u64 = LARGE_PAGE;
+use super::layout::{self, PAGE};
 
 /// Everything the guest can reach that is memory.
 pub(super) struct Memory {
     ram: GuestMemoryMmap<()>,
-    code: GuestRegionMmap<()>,
-    rings: GuestRegionMmap<()>,
+    /// In the order of [`Part::ALL`].
+    region: Vec<(Part, GuestRegionMmap<()>)>,
 }
 
 impl Memory {
@@ -33,36 +30,54 @@ impl Memory {
             .map(|extent| (GuestAddress(extent.start.0), (extent.end.0 - extent.start.0) as usize))
             .collect();
         let ram = GuestMemoryMmap::from_ranges(&ranges).map_err(io::Error::other)?;
-        let code_at = layout::region(memory);
-        let code = anonymous(code_at, CODE_BYTES)?;
-        let rings = anonymous(code_at + CODE_BYTES, rings)?;
-        // The first event of a trace is not to wait for the host's page faults.
-        prefault(&code)?;
-        prefault(&rings)?;
-        Ok(Self { ram, code, rings })
+        let region = Part::ALL.into_iter().map(|part| -> io::Result<_> {
+            let memory = anonymous(layout::region(memory) + part.offset(), part.len(rings))?;
+            // The first event of a trace is not to wait for the host's page faults.
+            prefault(&memory)?;
+            Ok((part, memory))
+        });
+        Ok(Self { ram, region: region.collect::<io::Result<_>>()? })
     }
 
     pub(super) fn ram(&self) -> &GuestMemoryMmap<()> {
         &self.ram
     }
 
-    pub(super) fn code(&self) -> RegionWindow<'_> {
-        window(&self.code)
+    pub(super) fn part(&self, part: Part) -> RegionWindow<'_> {
+        let found = self.region.iter().find(|(found, _)| *found == part);
+        window(&found.expect("a region has every part").1)
     }
 
-    pub(super) fn rings(&self) -> RegionWindow<'_> {
-        window(&self.rings)
-    }
-
-    /// Where the region lies, code and rings.
+    /// Where the region lies, all parts of it.
     pub(super) fn region(&self) -> Range<Gpa> {
-        let (code, rings) = (self.code(), self.rings());
-        code.gpa..rings.gpa + rings.memory.len() as u64
+        let (first, last) = (self.part(Part::Code), self.part(Part::Rings));
+        first.gpa..last.gpa + last.memory.len() as u64
     }
 
-    /// Whether a guest's access to `at` hits the part that it may not write.
-    pub(super) fn is_code(&self, at: u64) -> bool {
-        at.checked_sub(self.code.start_addr().0).is_some_and(|offset| offset < self.code.len())
+    /// Whether a guest's access to `at` hits a part that it may not write.
+    pub(super) fn is_read_only(&self, at: u64) -> bool {
+        self.region.iter().any(|(part, memory)| {
+            let offset = at.checked_sub(memory.start_addr().0);
+            !part.is_writable() && offset.is_some_and(|offset| offset < memory.len())
+        })
+    }
+
+    /// Writes text: into RAM, or into the region's code part.
+    ///
+    /// # Errors
+    /// It is neither.
+    pub(super) fn write_text(&self, at: Gpa, bytes: &[u8]) -> io::Result<()> {
+        let code = self.part(Part::Code);
+        match at.offset_from(code.gpa).filter(|offset| *offset < code.memory.len() as u64) {
+            Some(offset) => {
+                let end = offset + bytes.len() as u64;
+                if end > code.memory.len() as u64 {
+                    return Err(io::Error::other("it goes beyond the region's code part"));
+                }
+                code.memory.write_slice(bytes, offset as usize).map_err(io::Error::other)
+            }
+            None => self.ram.write_slice(bytes, at.into()).map_err(io::Error::other),
+        }
     }
 
     /// Makes all of it visible to the guest.
@@ -70,8 +85,11 @@ impl Memory {
     /// # Errors
     /// What KVM says.
     pub(super) fn install(&self, vm: &VmFd) -> io::Result<()> {
-        let writable = self.ram.iter().chain([&self.rings]).map(|region| (region, 0));
-        let all = writable.chain([(&self.code, KVM_MEM_READONLY)]);
+        let region = self
+            .region
+            .iter()
+            .map(|(part, memory)| (memory, if part.is_writable() { 0 } else { KVM_MEM_READONLY }));
+        let all = self.ram.iter().map(|ram| (ram, 0)).chain(region);
         for (slot, (region, flags)) in (0..).zip(all) {
             let slot = kvm_userspace_memory_region {
                 slot,
@@ -116,10 +134,15 @@ mod tests {
     #[test]
     fn the_region_lies_apart_from_ram_on_large_page_boundaries() {
         let memory = Memory::new(64 * MIB, 4 * MIB).unwrap();
-        let (code, rings) = (memory.code(), memory.rings());
-        assert_eq!((code.gpa, rings.gpa), (Gpa(4 * GIB), Gpa(4 * GIB + 2 * MIB)));
-        assert_eq!((code.memory.len(), rings.memory.len()), (2 << 20, 4 << 20));
-        assert!(memory.is_code(4 * GIB) && memory.is_code(4 * GIB + 2 * MIB - 1));
-        assert!(!memory.is_code(4 * GIB - 1) && !memory.is_code(4 * GIB + 2 * MIB));
+        for (part, at, len) in
+            [(Part::Code, 0, 2), (Part::Constants, 2, 2), (Part::Data, 4, 2), (Part::Rings, 6, 4)]
+        {
+            let window = memory.part(part);
+            assert_eq!(window.gpa, Gpa(4 * GIB + at * MIB));
+            assert_eq!(window.memory.len(), len << 20);
+        }
+        assert_eq!(memory.region(), Gpa(4 * GIB)..Gpa(4 * GIB + 10 * MIB));
+        assert!(memory.is_read_only(4 * GIB) && memory.is_read_only(4 * GIB + 4 * MIB - 1));
+        assert!(!memory.is_read_only(4 * GIB - 1) && !memory.is_read_only(4 * GIB + 4 * MIB));
     }
 }

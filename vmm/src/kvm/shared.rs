@@ -15,8 +15,8 @@ pub(super) struct Shared {
     pub(super) crew: Crew,
     pub(super) memory: Memory,
     pub(super) ports: std::sync::Arc<Ports>,
-    /// Writes of the guest to the region's code, which went nowhere.
-    pub(super) code_writes: AtomicU64,
+    /// Writes of the guest to what it may only read of the region, which went nowhere.
+    pub(super) refused_writes: AtomicU64,
     life: Mutex<Life>,
     changed: Condvar,
     /// Readable from the guest's end on.
@@ -36,7 +36,7 @@ impl Shared {
             crew,
             memory,
             ports: std::sync::Arc::new(ports),
-            code_writes: AtomicU64::new(0),
+            refused_writes: AtomicU64::new(0),
             life: Mutex::new(life),
             changed: Condvar::new(),
             ended: EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK)?,

@@ -135,8 +135,8 @@ impl Vcpu {
             // No device is there; a bus without a device floats high.
             Ok(VcpuExit::MmioRead(_, data)) => data.fill(0xff),
             Ok(VcpuExit::MmioWrite(at, _)) => {
-                if shared.memory.is_code(at) {
-                    shared.code_writes.fetch_add(1, Ordering::Relaxed);
+                if shared.memory.is_read_only(at) {
+                    shared.refused_writes.fetch_add(1, Ordering::Relaxed);
                 }
             }
             Ok(VcpuExit::Intr) => return Ok(Ran::Interrupted),

@@ -9,6 +9,7 @@ use std::time::Duration;
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
 use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config};
 use kvm_ioctls::{Kvm, VmFd};
+use patcher::region::Part;
 use vm_memory::GuestMemoryError;
 use vmm_sys_util::epoll::EventSet;
 
@@ -19,7 +20,7 @@ use super::cpuid::Model;
 use super::crew::Crew;
 use super::kick::Kick;
 use super::layout::{self, KVM_IDENTITY_MAP, KVM_TSS};
-use super::memory::{CODE_BYTES, Memory};
+use super::memory::Memory;
 use super::probe::{self, KvmKind};
 use super::shared::Shared;
 use super::state::{self, Entry};
@@ -226,10 +227,11 @@ impl Vm {
         &self.console
     }
 
-    /// How many times the guest has written to the region's code. None of it got there.
+    /// How many times the guest has written to those parts of the region that it may only read. None
+    /// of it got there.
     #[must_use]
-    pub fn code_writes(&self) -> u64 {
-        self.shared.code_writes.load(Ordering::Relaxed)
+    pub fn refused_writes(&self) -> u64 {
+        self.shared.refused_writes.load(Ordering::Relaxed)
     }
 }
 
@@ -265,7 +267,8 @@ fn create_vm(kvm: &Kvm) -> io::Result<VmFd> {
 fn check_address_space(hardware: &Hardware, bits: u32) -> Result<(), HardwareError> {
     let memory = hardware.memory;
     let end = 1u64 << bits.min(52);
-    let fits = memory < end && layout::region(memory).0 + CODE_BYTES + hardware.ring_bytes() <= end;
+    let region = Part::Rings.offset() + hardware.ring_bytes();
+    let fits = memory < end && layout::region(memory).0 + region <= end;
     if fits { Ok(()) } else { Err(HardwareError::AddressSpace { memory, bits }) }
 }
 

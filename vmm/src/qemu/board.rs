@@ -227,7 +227,8 @@ static VIRT: Board = Board {
     clock: ClockRate::Register("CNTFRQ_EL0"),
     registers: register_file!(Aarch64, Aarch64Registers:
         "pc" => pc, "sp" => sp, "cpsr" => pstate, "SP_EL0" => sp_el0, "TTBR1_EL1" => ttbr1,
-        "TCR_EL1" => tcr, "SCTLR" => sctlr, "MAIR_EL1" => mair, "TPIDR_EL1" => tpidr_el1),
+        "TCR_EL1" => tcr, "SCTLR" => sctlr, "MAIR_EL1" => mair, "TPIDR_EL1" => tpidr_el1,
+        "x9" => links[0], "x16" => links[1], "x17" => links[2], "x30" => links[3]),
 };
 
 #[cfg(test)]

@@ -163,7 +163,7 @@ mod tests {
         let foreign = folder.join("notes");
         fs::write(&stale, "").unwrap();
         fs::write(&foreign, "").unwrap();
-        fs::write(journal.path(), "vmm-journal 1\nend 0\n").unwrap();
+        fs::write(journal.path(), "vmm-journal 2\nend 0\n").unwrap();
         let again = Claim::new(&folder, this).unwrap();
         assert!(!stale.exists() && foreign.exists() && journal.path().exists());
         drop(again);

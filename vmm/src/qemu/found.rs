@@ -61,11 +61,11 @@ impl Found {
         let nothing = AttachError::NothingHidden { total: total >> 20, told };
         let layout = told.and_then(|told| Layout::found(board.ram_base, hole, total, told));
         let layout =
-            layout.ok_or(nothing)?.with_rings(known.map_or(attach.rings, |mark| mark.rings_len));
+            layout.ok_or(nothing)?.with_rings(known.map_or(attach.rings, |mark| mark.rings.len));
         let (what, file) = ram(pid, path, total)?;
         let failed = |source| AttachError::Memory { what: what.clone(), source };
         let memory = Memory::of(file, &layout).map_err(failed)?;
-        let empty = memory.code_is_empty().map_err(failed)?;
+        let empty = memory.is_empty().map_err(failed)?;
         if known.is_none() && !empty {
             return Err(AttachError::RegionTaken(told.unwrap_or_default()));
         }

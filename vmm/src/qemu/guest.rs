@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use patcher::addr::Gpa;
 use patcher::journal::Journal;
 use patcher::machine::{
-    Machine, RegionWindow, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
+    Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
 use patcher::mem::PhysMem;
+use patcher::region::{Part, RegionWindow};
 
 use super::board::{Board, ClockRate, Field};
 use super::clock::{Clock, Moment};
@@ -177,12 +178,8 @@ impl Machine for Guest {
         self.vcpus
     }
 
-    fn region_code(&self) -> RegionWindow<'_> {
-        self.memory.code()
-    }
-
-    fn region_rings(&self) -> RegionWindow<'_> {
-        self.memory.rings()
+    fn region(&self, part: Part) -> RegionWindow<'_> {
+        self.memory.part(part)
     }
 
     fn clock_hz(&self) -> u64 {
@@ -261,7 +258,9 @@ impl Stopped for Standstill<'_> {
             TextWriteError { index, at, reason }
         };
         // QEMU would take a write to nowhere without a word.
-        let extents = self.guest.memory.ram().extents();
+        let mut extents = self.guest.memory.ram().extents();
+        let code = self.guest.region(Part::Code);
+        extents.push(code.gpa..code.gpa + code.memory.len() as u64);
         let in_ram = |write: &TextWrite<'_>| {
             let end = write.at.checked_add(write.bytes.len() as u64);
             end.is_some_and(|end| extents.iter().any(|ram| ram.start <= write.at && end <= ram.end))
@@ -273,7 +272,7 @@ impl Stopped for Standstill<'_> {
         })?;
         match good {
             all if all == writes.len() => Ok(()),
-            bad => Err(error(bad, "it is not guest RAM".to_owned())),
+            bad => Err(error(bad, "it is neither guest RAM nor the region's code".to_owned())),
         }
     }
 

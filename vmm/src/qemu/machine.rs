@@ -10,8 +10,9 @@ use std::sync::mpsc::{self, SyncSender};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use patcher::machine::{Machine, RegionWindow, Registers, StopError, Stopped};
+use patcher::machine::{Machine, Registers, StopError, Stopped};
 use patcher::mem::PhysMem;
+use patcher::region::{Part, RegionWindow};
 
 use super::end::End;
 use super::gdb::{Gdb, GdbError};
@@ -153,12 +154,8 @@ impl Machine for Qemu {
         self.guest.vcpus()
     }
 
-    fn region_code(&self) -> RegionWindow<'_> {
-        self.guest.region_code()
-    }
-
-    fn region_rings(&self) -> RegionWindow<'_> {
-        self.guest.region_rings()
+    fn region(&self, part: Part) -> RegionWindow<'_> {
+        self.guest.region(part)
     }
 
     fn clock_hz(&self) -> u64 {

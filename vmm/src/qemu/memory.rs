@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 0                 what the guest is told of by `mem=`
-//!                   the region: 2 MiB of code, then rings; large-page aligned
+//!                   the region: its parts one behind the other, rings last; large-page aligned
 //!                   room for what QEMU puts at the end of RAM: the initrd, ACPI tables
 //! ```
 //!
@@ -14,7 +14,7 @@ use std::io;
 use std::ops::Range;
 
 use patcher::addr::Gpa;
-use patcher::machine::RegionWindow;
+use patcher::region::{LEAF_BYTES, Part, RegionWindow};
 use rustix::fs::MemfdFlags;
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
@@ -25,8 +25,8 @@ use super::board::{Board, Hole};
 
 const MIB: u64 = 1 << 20;
 
-/// The size of the region's code part, and the alignment of its parts.
-const CODE_BYTES: u64 = 2 * MIB;
+/// Bytes of the region in front of its rings.
+const BEFORE_RINGS: u64 = Part::Rings.offset();
 
 /// QEMU's tables at the end of RAM need less (`ACPI_DATA_SIZE` and firmware tables).
 const TABLES: u64 = 16 * MIB;
@@ -49,15 +49,15 @@ impl Layout {
     /// For a machine with `told` bytes of RAM, so many for rings and an initrd of so many; `None` if
     /// that is more than can be counted.
     pub(super) fn new(board: &Board, told: u64, rings: u64, initrd: u64) -> Option<Self> {
-        let initrd = initrd.checked_next_multiple_of(CODE_BYTES)?;
-        let region = told.checked_next_multiple_of(CODE_BYTES)?.checked_add(CODE_BYTES)?;
-        let behind = region.checked_add(rings)?;
+        let initrd = initrd.checked_next_multiple_of(LEAF_BYTES)?;
+        let region = told.checked_next_multiple_of(LEAF_BYTES)?;
+        let behind = region.checked_add(BEFORE_RINGS)?.checked_add(rings)?;
         let mut total = behind.checked_add(initrd)?.checked_add(TABLES)?;
         let hole = board.hole.filter(|hole| total >= hole.from);
         // A guest just below the hole would have its region across it: then all of the region and
         // what is behind it goes above.
         if let Some(hole) = hole.filter(|hole| told < hole.start) {
-            total = (hole.start + CODE_BYTES).checked_add(rings)?.checked_add(TABLES)?;
+            total = (hole.start + BEFORE_RINGS).checked_add(rings)?.checked_add(TABLES)?;
             total = total.max(hole.from);
         }
         if let Some(steps) = board.steps {
@@ -75,10 +75,10 @@ impl Layout {
         let hole = hole.filter(|hole| total >= hole.from);
         let mut layout = Self { base, hole, told, rings: 0, total };
         let region = layout.file_offset(layout.region());
-        let room = total.checked_sub(region + CODE_BYTES + TABLES)?;
-        layout.rings = room - room % CODE_BYTES;
+        let room = total.checked_sub(region + BEFORE_RINGS + TABLES)?;
+        layout.rings = room - room % LEAF_BYTES;
         let behind_hole = hole.is_none_or(|hole| told >= hole.start);
-        (told > 0 && layout.rings >= CODE_BYTES && behind_hole).then_some(layout)
+        (told > 0 && layout.rings >= LEAF_BYTES && behind_hole).then_some(layout)
     }
 
     /// The same with no more than so many bytes for rings.
@@ -108,7 +108,7 @@ impl Layout {
     }
 
     fn region(&self) -> u64 {
-        let end = self.told_end().next_multiple_of(CODE_BYTES);
+        let end = self.told_end().next_multiple_of(LEAF_BYTES);
         self.hole.map_or(end, |hole| end.max(hole.end))
     }
 
@@ -125,8 +125,8 @@ impl Layout {
 pub(super) struct Memory {
     file: File,
     ram: GuestMemoryMmap<()>,
-    code: GuestRegionMmap<()>,
-    rings: GuestRegionMmap<()>,
+    /// In the order of [`Part::ALL`].
+    region: Vec<(Part, GuestRegionMmap<()>)>,
 }
 
 impl Memory {
@@ -160,9 +160,11 @@ impl Memory {
             .map(map)
             .collect::<io::Result<Vec<_>>>()?;
         let ram = GuestMemoryMmap::from_regions(ram).map_err(io::Error::other)?;
-        let code = map((layout.region(), CODE_BYTES))?;
-        let rings = map((layout.region() + CODE_BYTES, layout.rings))?;
-        Ok(Self { file, ram, code, rings })
+        let region = Part::ALL.into_iter().map(|part| -> io::Result<_> {
+            Ok((part, map((layout.region() + part.offset(), part.len(layout.rings)))?))
+        });
+        let region = region.collect::<io::Result<_>>()?;
+        Ok(Self { file, ram, region })
     }
 
     pub(super) fn file(&self) -> &File {
@@ -173,23 +175,25 @@ impl Memory {
         &self.ram
     }
 
-    pub(super) fn code(&self) -> RegionWindow<'_> {
-        window(&self.code)
+    pub(super) fn part(&self, part: Part) -> RegionWindow<'_> {
+        let found = self.region.iter().find(|(found, _)| *found == part);
+        window(&found.expect("a region has every part").1)
     }
 
-    /// Whether nobody has written anything where code is to go.
+    /// Whether nobody has written anything where code and payloads are to go.
     ///
     /// # Errors
     /// It can't be read.
-    pub(super) fn code_is_empty(&self) -> io::Result<bool> {
-        let mut bytes = vec![0; CODE_BYTES as usize];
-        let read = self.code().memory.read_slice(&mut bytes, 0);
-        read.map_err(io::Error::other)?;
-        Ok(bytes.iter().all(|byte| *byte == 0))
-    }
-
-    pub(super) fn rings(&self) -> RegionWindow<'_> {
-        window(&self.rings)
+    pub(super) fn is_empty(&self) -> io::Result<bool> {
+        for part in [Part::Code, Part::Constants, Part::Data] {
+            let window = self.part(part);
+            let mut bytes = vec![0; window.memory.len()];
+            window.memory.read_slice(&mut bytes, 0).map_err(io::Error::other)?;
+            if bytes.iter().any(|byte| *byte != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 
@@ -215,11 +219,13 @@ mod tests {
     fn the_region_lies_behind_what_the_guest_is_told_of_and_before_the_initrd() {
         let layout = pc(449 * MIB, 32 * MIB, 5 * MIB).unwrap();
         assert_eq!((layout.told_end(), layout.region()), (449 * MIB, 450 * MIB));
-        assert_eq!(layout.total, (450 + 2 + 32 + 6 + 16) * MIB);
+        assert_eq!(layout.total, (450 + 6 + 32 + 6 + 16) * MIB);
         let memory = Memory::new(&layout).unwrap();
         assert_eq!(PhysMem::extents(memory.ram()), [Gpa(0)..Gpa(449 * MIB)]);
-        assert_eq!((memory.code().gpa, memory.rings().gpa), (Gpa(450 * MIB), Gpa(452 * MIB)));
-        assert_eq!(memory.rings().memory.len() as u64, 32 * MIB);
+        let places = Part::ALL.map(|part| memory.part(part).gpa.0 / MIB);
+        assert_eq!(places, [450, 452, 454, 456]);
+        let lengths = Part::ALL.map(|part| memory.part(part).memory.len() as u64 / MIB);
+        assert_eq!(lengths, [2, 2, 2, 32]);
     }
 
     #[test]
@@ -227,7 +233,7 @@ mod tests {
         let layout = pc(3 * GIB, 32 * MIB, 0).unwrap();
         assert_eq!((layout.told_end(), layout.region()), (5 * GIB, 5 * GIB));
         assert_eq!(layout.file_offset(layout.region()), 3 * GIB);
-        assert_eq!(layout.total, 3 * GIB + (2 + 32 + 16) * MIB);
+        assert_eq!(layout.total, 3 * GIB + (6 + 32 + 16) * MIB);
     }
 
     #[test]
@@ -235,7 +241,7 @@ mod tests {
         for told in (64..6 * 1024).step_by(7).map(|mib| mib * MIB) {
             for (rings, initrd) in [(2 * MIB, 0), (256 * MIB, 0), (256 * MIB, 900 * MIB)] {
                 let layout = pc(told, rings, initrd).unwrap();
-                let end = layout.region() + CODE_BYTES + rings;
+                let end = layout.region() + BEFORE_RINGS + rings;
                 let low = if layout.hole.is_some() { 2 * GIB } else { layout.total };
                 assert!(layout.told_end() <= layout.region());
                 assert!(end <= low || layout.region() >= 4 * GIB, "{layout:?}");
@@ -249,10 +255,10 @@ mod tests {
     fn what_somebody_else_kept_from_a_guest_is_the_regions() {
         let found = |total, told| Layout::found(0, Architecture::X86_64.board().hole, total, told);
         let layout = found(576 * MIB, 512 * MIB).unwrap();
-        assert_eq!((layout.region(), layout.rings), (512 * MIB, 46 * MIB));
+        assert_eq!((layout.region(), layout.rings), (512 * MIB, 42 * MIB));
         assert_eq!(layout.with_rings(32 * MIB).rings, 32 * MIB);
         assert_eq!(found(512 * MIB, 512 * MIB), None);
-        assert_eq!(found(532 * MIB, 514 * MIB), None, "tables may lie at the end");
+        assert_eq!(found(536 * MIB, 514 * MIB), None, "tables may lie at the end");
         assert_eq!(found(4 * GIB, GIB), None, "part of it lies below the hole");
         assert_eq!(found(4 * GIB, 3 * GIB).unwrap().region(), 5 * GIB);
     }
@@ -266,7 +272,7 @@ mod tests {
         assert_eq!(PhysMem::extents(memory.ram()), [Gpa(GIB)..Gpa(GIB + 512 * MIB)]);
 
         let z = |told| Layout::new(Architecture::S390x.board(), told, 16 * MIB, 0).unwrap();
-        assert_eq!(z(511 * MIB).total, (512 + 2 + 16 + 16) * MIB);
+        assert_eq!(z(511 * MIB).total, (512 + 6 + 16 + 16) * MIB);
         let large = z(5 * GIB);
         assert_eq!((large.total % (8 * MIB), large.region()), (0, 5 * GIB));
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::toys::{CODE, COUNT, HALT, PATIENCE, console, hardware, run, wait_for_progress};
 use patcher::machine::Machine;
+use patcher::region::Part;
 use vmm::kvm::{BareGuest, Extension, GuestExit, KvmKind, Vm, probe};
 
 /// `mov $port, %dx; mov $value, %al; out %al, %dx; jmp .`
@@ -60,30 +61,60 @@ fn a_guest_that_was_never_started_can_be_killed_and_dropped() {
 }
 
 #[test]
-fn the_region_is_readable_to_the_guest_and_its_rings_writable() {
-    // Copies a byte from the code part to the rings, then counts.
+fn the_region_is_readable_to_the_guest_and_its_data_and_rings_writable() {
+    // Adds a byte of the code part and one of the constants, and puts the sum into the data and the
+    // rings, then counts.
     //  0  48 b8 imm64   mov $0x100000000, %rax
     // 10  8a 18         mov (%rax), %bl
     // 12  48 05 imm32   add $0x200000, %rax
-    // 18  88 18         mov %bl, (%rax)
-    // 20  COUNT
-    let code =
-        [
-            &[
-                0x48, 0xb8, 0, 0, 0, 0, 1, 0, 0, 0, 0x8a, 0x18, 0x48, 0x05, 0, 0, 0x20, 0, 0x88,
-                0x18,
-            ][..],
-            COUNT,
-        ]
-        .concat();
+    // 18  02 18         add (%rax), %bl
+    // 20  48 05 imm32   add $0x200000, %rax
+    // 26  88 18         mov %bl, (%rax)
+    // 28  48 05 imm32   add $0x200000, %rax
+    // 34  88 18         mov %bl, (%rax)
+    // 36  COUNT
+    const NEXT_PART: [u8; 6] = [0x48, 0x05, 0, 0, 0x20, 0];
+    let code = [
+        &[0x48, 0xb8, 0, 0, 0, 0, 1, 0, 0, 0, 0x8a, 0x18][..],
+        &NEXT_PART,
+        &[0x02, 0x18],
+        &NEXT_PART,
+        &[0x88, 0x18],
+        &NEXT_PART,
+        &[0x88, 0x18],
+        COUNT,
+    ]
+    .concat();
     let vm = Vm::bare(&hardware(1), BareGuest::new(&code), console());
     let vm = vm.unwrap();
-    vm.region_code().memory.copy_from(&[0x5au8]);
+    vm.region(Part::Code).memory.copy_from(&[0x5au8]);
+    vm.region(Part::Constants).memory.copy_from(&[1u8]);
     vm.start();
     wait_for_progress(&vm, 0);
-    let mut byte = [0u8];
-    vm.region_rings().memory.copy_to(&mut byte);
-    assert_eq!(byte, [0x5a]);
-    assert_eq!(vm.code_writes(), 0);
+    for part in [Part::Data, Part::Rings] {
+        let mut byte = [0u8];
+        vm.region(part).memory.copy_to(&mut byte);
+        assert_eq!(byte, [0x5b], "{part}");
+    }
+    assert_eq!(vm.refused_writes(), 0);
     assert!(vm.clock_hz() > 100_000_000, "{} Hz", vm.clock_hz());
+}
+
+#[test]
+fn what_the_guest_writes_to_code_and_constants_does_not_get_there() {
+    // Through page tables of its own that would let it.
+    //  0  48 b8 imm64   mov $part, %rax
+    // 10  c6 00 5a      movb $0x5a, (%rax)
+    // 13  COUNT
+    for (part, third_byte) in [(Part::Code, 0), (Part::Constants, 0x20)] {
+        let store = [0x48, 0xb8, 0, 0, third_byte, 0, 1, 0, 0, 0, 0xc6, 0, 0x5a];
+        let vm = Vm::bare(&hardware(1), BareGuest::new(&[&store, COUNT].concat()), console());
+        let vm = vm.unwrap();
+        vm.start();
+        wait_for_progress(&vm, 0);
+        assert_eq!(vm.refused_writes(), 1, "{part}");
+        let mut byte = [1u8];
+        vm.region(part).memory.copy_to(&mut byte);
+        assert_eq!(byte, [0], "{part}");
+    }
 }

@@ -96,7 +96,7 @@ fn a_stock_kernel_is_stopped_over_and_over_from_its_first_instruction_to_its_las
         assert!(text.contains(sign), "{text}");
     }
     transcript.check();
-    assert_eq!(vm.code_writes(), 0);
+    assert_eq!(vm.refused_writes(), 0);
 }
 
 #[test]

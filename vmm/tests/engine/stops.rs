@@ -11,6 +11,7 @@ use crate::toys::{
 };
 use patcher::addr::Gpa;
 use patcher::machine::{Machine, StopError, TextWrite};
+use patcher::region::Part;
 use vmm::kvm::{BareGuest, GuestExit, Hardware, Vm};
 
 #[test]
@@ -51,19 +52,19 @@ fn accesses_that_come_in_pieces_are_completed_before_a_vcpu_stands() {
     ]
     .concat();
     let vm = run(1, BareGuest::new(&code));
-    assert_eq!(vm.region_code().gpa, Gpa(0x1_0000_0000));
+    assert_eq!(vm.region(Part::Code).gpa, Gpa(0x1_0000_0000));
     wait_for_progress(&vm, 0);
     for _ in 0..2000 {
         let mut stopped = vm.stop().unwrap();
         let rip = stopped.registers(0).unwrap().pc() - CODE;
-        let ahead = vm.code_writes() - 2 * count(&vm, 0);
+        let ahead = vm.refused_writes() - 2 * count(&vm, 0);
         match (rip, ahead) {
             (13, 2) | (10 | 21, 0) => {}
             _ => panic!("the vCPU stands at {rip} with {ahead} pieces not counted"),
         }
     }
     let mut first = [1; 4096];
-    vm.region_code().memory.copy_to(&mut first);
+    vm.region(Part::Code).memory.copy_to(&mut first);
     assert_eq!(first, [0; 4096], "what the guest wrote has not got there");
 }
 
@@ -111,12 +112,23 @@ fn text_outside_ram_is_refused_and_what_came_before_is_written() {
     let vm = run(1, BareGuest::new(HALT));
     let mut stopped = vm.stop().unwrap();
     let in_ram = TextWrite { at: Gpa(0x30_0000), bytes: b"new" };
-    for beyond in [Gpa(4 << 20), vm.region_code().gpa, vm.region_rings().gpa, Gpa(u64::MAX - 1)] {
+    let (constants, rings) = (vm.region(Part::Constants), vm.region(Part::Rings));
+    for beyond in [Gpa(4 << 20), constants.gpa, rings.gpa, Gpa(u64::MAX - 1)] {
         let outside = TextWrite { at: beyond, bytes: b"text" };
         let error = stopped.write_text(&[in_ram, outside]).unwrap_err();
         assert_eq!((error.index, error.at), (1, beyond));
     }
     assert_eq!(vm.ram().array(in_ram.at), Ok(*b"new"));
+
+    // The region's code is text as well, to its end.
+    let code = vm.region(Part::Code);
+    let last = code.gpa + (code.memory.len() as u64 - 4);
+    stopped.write_text(&[TextWrite { at: last, bytes: b"last" }]).unwrap();
+    let over = stopped.write_text(&[TextWrite { at: last, bytes: b"beyond" }]).unwrap_err();
+    assert_eq!(over.at, last);
+    let mut read = [0; 4];
+    code.memory.offset(code.memory.len() - 4).unwrap().copy_to(&mut read);
+    assert_eq!(&read, b"last");
 }
 
 #[test]

@@ -10,16 +10,22 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, Bits, TableFormat};
+use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, Unpaged,
+    OutOfReach, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing, TaskStacks,
+    Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
+mod stacks;
 mod trampoline;
 
 /// The aarch64 architecture.
@@ -182,7 +188,31 @@ impl Arch for Aarch64 {
         ])
     }
 
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn code_address(&self, format: &TableFormat, word: u64) -> u64 {
+        stacks::code_address(format, word)
+    }
+
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_AARCH64.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
     }
 }

@@ -159,6 +159,7 @@ pub(super) fn region_leaf(text_leaf: u64, gpa: Gpa, access: Access) -> u64 {
     let kept = text_leaf & !(WIDE_ADDRESS | rights | CONTIGUOUS | TABLE);
     let granted = match access {
         Access::Code => READ_ONLY | USER_NO_EXECUTE,
+        Access::Constants => READ_ONLY | KERNEL_NO_EXECUTE | USER_NO_EXECUTE,
         Access::Data => WRITABLE | KERNEL_NO_EXECUTE | USER_NO_EXECUTE,
     };
     kept | gpa.0 & ADDRESS & !(BLOCK_SIZE - 1) | granted | ACCESSED | VALID
@@ -284,6 +285,8 @@ mod tests {
         ] {
             assert_eq!(region_leaf(text, Gpa(0x5e00_0000), Access::Code), code, "{text:#x}");
             assert_eq!(region_leaf(text, Gpa(0x5e00_0000), Access::Data), data, "{text:#x}");
+            let constants = code | KERNEL_NO_EXECUTE | USER_NO_EXECUTE;
+            assert_eq!(region_leaf(text, Gpa(0x5e00_0000), Access::Constants), constants);
         }
     }
 

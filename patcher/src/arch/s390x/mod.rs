@@ -2,18 +2,23 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, TableFormat};
+use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN,
-    Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, ImageRelocations,
+    ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern,
+    Prefix, ReturnCount, SLOT_LEN, Standing, TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod returns;
+mod stacks;
 mod trampoline;
 
 /// The s390x architecture.
@@ -165,7 +170,43 @@ impl Arch for S390X {
         true
     }
 
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn cpu_area(&self, registers: &Registers) -> Option<CpuArea> {
+        stacks::cpu_area(registers)
+    }
+
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &stacks::CPU
+    }
+
+    fn current_task(&self) -> Option<CpuVariable> {
+        Some(stacks::CURRENT_TASK)
+    }
+
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_S390.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
+    }
+
+    fn is_branch_thunk(&self, name: &str) -> bool {
+        name.starts_with("__s390_indirect_jump_") || name.starts_with("__s390x_indirect_jump_")
     }
 }

@@ -127,6 +127,7 @@ pub(super) fn region_leaf(gpa: Gpa, access: Access) -> u64 {
     gpa.0
         | match access {
             Access::Code => PTE_READ_ONLY,
+            Access::Constants => PTE_READ_ONLY | PTE_NO_EXECUTE,
             Access::Data => PTE_NO_EXECUTE,
         }
 }
@@ -193,8 +194,9 @@ mod tests {
     }
 
     #[test]
-    fn code_cannot_be_written_and_rings_cannot_be_executed() {
+    fn nothing_can_be_written_and_executed() {
         assert_eq!(region_leaf(Gpa(0x3c00_0000), Access::Code), 0x3c00_0200);
+        assert_eq!(region_leaf(Gpa(0x3c00_0000), Access::Constants), 0x3c00_0300);
         assert_eq!(region_leaf(Gpa(0x3c00_0000), Access::Data), 0x3c00_0100);
     }
 }

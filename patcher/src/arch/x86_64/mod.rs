@@ -2,17 +2,23 @@
 
 use std::ops::Range;
 
+use object::elf;
+
 use super::paging::{AddressSpace, Bits, TableFormat};
+use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
+    OutOfReach, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Standing,
+    TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 
 mod pads;
 pub mod paging;
+mod relocations;
 mod returns;
+mod stacks;
 mod trampoline;
 
 /// The x86_64 architecture.
@@ -130,7 +136,47 @@ impl Arch for X86_64 {
         ])
     }
 
+    fn standing(&self, registers: &Registers) -> Standing {
+        stacks::standing(registers)
+    }
+
+    fn task_stacks(&self) -> TaskStacks {
+        stacks::TASK
+    }
+
+    fn cpu_area(&self, registers: &Registers) -> Option<CpuArea> {
+        stacks::cpu_area(registers)
+    }
+
+    fn cpu_stacks(&self) -> &'static [CpuStack] {
+        &stacks::CPU
+    }
+
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn elf_machine(&self) -> u16 {
+        elf::EM_X86_64.0
+    }
+
+    fn relocations(&self) -> &'static [Relocation] {
+        relocations::RELOCATIONS
+    }
+
+    fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::silence_call(text, field)
+    }
+
+    fn is_branch_thunk(&self, name: &str) -> bool {
+        name.starts_with("__x86_indirect_thunk_")
+    }
+
+    fn payload_return_thunk(&self) -> Option<&'static str> {
+        Some("__x86_return_thunk")
+    }
+
+    fn return_plainly(&self, text: &mut [u8], field: usize) -> bool {
+        relocations::plain_return(text, field)
     }
 }

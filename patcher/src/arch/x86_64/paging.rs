@@ -104,6 +104,7 @@ pub(super) fn address_spaces(registers: &X86Registers) -> Result<Vec<AddressSpac
 pub(super) fn region_leaf(text_leaf: u64, gpa: Gpa, access: Access) -> u64 {
     let rights = match access {
         Access::Code => 0,
+        Access::Constants => NO_EXECUTE,
         Access::Data => WRITABLE | NO_EXECUTE,
     };
     (gpa.0 & ADDRESS & !(LARGE_PAGE - 1))

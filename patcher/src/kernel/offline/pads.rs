@@ -134,18 +134,23 @@ impl OfflineKernel {
 
     /// The pad that the linker lists as being at `place`.
     fn pad_of(&self, place: Gva) -> Option<OfflinePad> {
-        let found = self.kernel.symbols().lookup(place)?;
-        let (name, function) = (found.symbol.name, found.symbol.address);
-        if found.offset <= longest_lead(self.kernel.arch) as u64
-            && let Some(pad) = self.entry_pad(name, function)
-            && pad.recorded_at() == place
-        {
-            return Some(pad);
+        let symbols = self.kernel.symbols();
+        // What the compiler leaves in front of a function is of the same no-operations, so that a
+        // symbol that names the place itself would have a pad there as well.
+        if let Some(lead_in) = self.kernel.arch.pad_lead_in() {
+            let function = place + lead_in;
+            if let Some(found) = symbols.lookup(function).filter(|found| found.offset == 0)
+                && let Some(pad) = self.entry_pad(found.symbol.name, function)
+            {
+                return Some(pad);
+            }
         }
-        // What the compiler leaves in front of a function belongs to its pad.
-        let function = place + self.kernel.arch.pad_lead_in()?;
-        let found = self.kernel.symbols().lookup(function).filter(|found| found.offset == 0)?;
-        self.entry_pad(found.symbol.name, function)
+        let found = symbols.lookup(place)?;
+        if found.offset > longest_lead(self.kernel.arch) as u64 {
+            return None;
+        }
+        let pad = self.entry_pad(found.symbol.name, found.symbol.address)?;
+        (pad.recorded_at() == place).then_some(pad)
     }
 
     /// The pad that the compiler left at the entry of `function`.

@@ -5,9 +5,10 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::guest;
 use crate::addr::{Gpa, Gva};
-use crate::kernel::{Kernel, Located, PadsError, RecordsError, locate};
+use crate::kernel::{Kernel, Located, PadsError, PartMemory, RecordsError, locate, plan_mapping};
 use crate::machine::{Registers, X86Registers};
 use crate::mem::PhysMem;
+use crate::region::Part;
 use crate::synthetic::Guest;
 
 fn records_error(guest: &Guest) -> RecordsError {
@@ -79,8 +80,12 @@ fn ask_everything(kernel: &Kernel, ram: &dyn PhysMem) {
     let _ = kernel.panicked(ram);
     let _ = kernel.is_current(ram);
     let _ = kernel.is_run_by(ram, &Registers::X86_64(X86Registers::default()));
-    let leaf = 2 << 20;
-    let _ = super::super::plan_mapping(kernel, ram, (Gpa(1 << 32), leaf), (Gpa(2 << 32), leaf));
+    let parts = Part::ALL.map(|part| PartMemory {
+        part,
+        gpa: Gpa(1 << 32) + part.offset(),
+        len: part.len(2 << 20),
+    });
+    let _ = plan_mapping(kernel, ram, &parts);
 }
 
 /// Where a guest may hurt most: its variables, page tables, lists and records.

@@ -7,14 +7,17 @@ use crate::arch::paging::AddressSpace;
 use crate::arch::s390x::S390X;
 use crate::arch::{Access, Arch};
 use crate::kernel::mapping::{Mapping, PlanMappingError, plan};
-use crate::kernel::{InstallError, MappingEntry};
-use crate::machine::{RegionWindow, Registers, S390xRegisters};
+use crate::kernel::{InstallError, MappedPart, MappingEntry, PartMemory};
+use crate::machine::{Registers, S390xRegisters};
+use crate::region::{Part, RegionWindow};
 
 const ROOT: u64 = 0x1_0000;
 const SEGMENTS: u64 = 0x1_4000;
 const PAGES: u64 = 0x1_8000;
 const CODE: (Gpa, u64) = (Gpa(0x40_0000), 2 << 20);
-const RINGS: (Gpa, u64) = (Gpa(0x60_0000), 3 << 20);
+const CONSTANTS: (Gpa, u64) = (Gpa(0x60_0000), 1 << 20);
+const DATA: (Gpa, u64) = (Gpa(0x70_0000), 1 << 20);
+const RINGS: (Gpa, u64) = (Gpa(0x80_0000), 1 << 20);
 
 /// The region lies in the guest's RAM here, so that a walk finds tables in it; nothing but
 /// [`Mapping::install`] writes there.
@@ -56,7 +59,14 @@ fn plan_in(
     rings: (Gpa, u64),
 ) -> Result<Mapping, PlanMappingError> {
     let window = Gva(window.start)..Gva(window.end);
-    plan(&space(), ram, &window, 0x1000, &leaf, CODE, rings)
+    let parts = [
+        (Part::Code, CODE),
+        (Part::Constants, CONSTANTS),
+        (Part::Data, DATA),
+        (Part::Rings, rings),
+    ];
+    let parts = parts.map(|(part, (gpa, len))| PartMemory { part, gpa, len });
+    plan(&space(), ram, &window, 0x1000, &leaf, &parts)
 }
 
 fn install(ram: &GuestMemoryMmap<()>, mapping: &Mapping) -> Result<(), InstallError> {
@@ -70,29 +80,38 @@ fn install(ram: &GuestMemoryMmap<()>, mapping: &Mapping) -> Result<(), InstallEr
 /// Checks that exactly the mapped part of the region is where the mapping says.
 fn check(ram: &GuestMemoryMmap<()>, mapping: &Mapping) {
     let space = space();
-    for offset in (0..CODE.1).step_by(0x1000) {
-        let walk = space.walk(ram, mapping.code + offset);
-        if offset < mapping.code_len {
-            assert_eq!(walk.unwrap().entry, (CODE.0.0 + offset) | 0x200);
-        } else {
-            assert!(walk.is_err(), "the page tables are not mapped at {offset:#x}");
+    let all = [CODE.1, CONSTANTS.1, DATA.1, RINGS.1];
+    // Read-only, then not to be executed.
+    let rights = [0x200, 0x300, 0x100, 0x100];
+    for ((mapped, all), rights) in mapping.parts.iter().zip(all).zip(rights) {
+        for offset in (0..all).step_by(0x1000) {
+            let walk = space.walk(ram, mapped.at + offset);
+            if offset < mapped.len {
+                assert_eq!(walk.unwrap().entry, (mapped.gpa.0 + offset) | rights);
+            } else {
+                assert!(walk.is_err(), "the page tables are not mapped at {offset:#x}");
+            }
         }
     }
-    for offset in (0..RINGS.1).step_by(0x1000) {
-        let entry = space.walk(ram, mapping.rings + offset).unwrap().entry;
-        assert_eq!(entry, (RINGS.0.0 + offset) | 0x100);
-    }
+}
+
+fn code(mapping: &Mapping) -> MappedPart {
+    mapping.parts[0]
+}
+
+fn end(mapping: &Mapping) -> Gva {
+    mapping.parts[3].at + mapping.parts[3].len
 }
 
 #[test]
 fn page_tables_that_are_missing_are_made_at_the_end_of_the_code_part() {
     let ram = ram();
     let mapping = plan_in(&ram, 0x40_0000..0x90_0000, RINGS).unwrap();
-    assert_eq!((mapping.code, mapping.rings), (Gva(0x40_0000), Gva(0x60_0000)));
+    assert_eq!((code(&mapping).at, mapping.parts[1].at), (Gva(0x40_0000), Gva(0x60_0000)));
     // Five segments, a page table of 2 KiB each.
     assert_eq!(mapping.tables.len(), 5);
     assert_eq!(mapping.entries.len(), 5);
-    assert_eq!(mapping.code_len, CODE.1 - 3 * 0x1000);
+    assert_eq!(code(&mapping).len, CODE.1 - 3 * 0x1000);
     for (index, entry) in mapping.entries.iter().enumerate() {
         assert_eq!(entry.at, Gpa(SEGMENTS + 8 * (4 + index as u64)));
         assert_eq!(entry.empty, 0x20_u64.to_be_bytes());
@@ -107,7 +126,7 @@ fn tables_of_several_levels_are_made_where_all_are_missing() {
     let ram = ram();
     let begin = 0x3ff_fa80_0000;
     let mapping = plan_in(&ram, begin..begin + (64 << 20), RINGS).unwrap();
-    assert_eq!(mapping.rings + RINGS.1, Gva(begin + (64 << 20)), "the end of the window");
+    assert_eq!(end(&mapping), Gva(begin + (64 << 20)), "the end of the window");
     // One segment table of 16 KiB, linked last of all, and a page table for each segment.
     assert_eq!(mapping.tables.len(), 6);
     let root_entry = ROOT + 8 * (begin >> 31);
@@ -120,7 +139,7 @@ fn tables_of_several_levels_are_made_where_all_are_missing() {
     install(&ram, &mapping).unwrap();
     check(&ram, &mapping);
     // What the new tables do not map is absent, not unsound.
-    let absent = space().walk(&ram, mapping.code - (1 << 20));
+    let absent = space().walk(&ram, code(&mapping).at - (1 << 20));
     assert!(matches!(absent, Err(crate::arch::paging::WalkError::Absent { entry: 0x20, .. })));
 }
 
@@ -129,7 +148,7 @@ fn tables_that_exist_are_used_and_what_they_map_is_left_alone() {
     let ram = ram();
     // The first segment's page table has room for 240 pages behind what it maps.
     let mapping = plan_in(&ram, 0x5000..0x51_0000, RINGS).unwrap();
-    assert_eq!(mapping.code, Gva(0x1_0000));
+    assert_eq!(code(&mapping).at, Gva(0x1_0000));
     assert_eq!(mapping.entries[0].at, Gpa(SEGMENTS + 8));
     let in_pages = |entry: &&MappingEntry| (PAGES..PAGES + 0x800).contains(&entry.at.0);
     assert_eq!(mapping.entries.iter().filter(in_pages).count(), 240);
@@ -138,7 +157,7 @@ fn tables_that_exist_are_used_and_what_they_map_is_left_alone() {
     assert_eq!(space().translate(&ram, Gva(0xf123)), Ok(Gpa(0xf123)));
 
     // Now only the pages that the tables themselves are in are left.
-    let tables = (CODE.1 - mapping.code_len) / 0x1000;
+    let tables = (CODE.1 - code(&mapping).len) / 0x1000;
     let taken = plan_in(&ram, 0x5000..0x51_0000, RINGS);
     assert_eq!(taken, Err(PlanMappingError::NoRoom { wanted: 0x500, longest: tables }));
 }
@@ -149,7 +168,7 @@ fn an_entry_that_is_invalid_and_not_empty_is_gone_around() {
     let at = SEGMENTS + 8 * 12;
     ram.write_slice(&0x5555_0020_u64.to_be_bytes(), GuestAddress(at)).unwrap();
     let mapping = plan_in(&ram, 0x40_0000..0xe0_0000, RINGS).unwrap();
-    assert_eq!(mapping.rings + RINGS.1, Gva(0xc0_0000));
+    assert_eq!(end(&mapping), Gva(0xc0_0000));
 }
 
 #[test]

@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use vm_memory::{Bytes, VolatileMemory};
 
 use super::*;
-use crate::machine::{RegionWindow, Registers, StopError, Stopped, TextWrite, TextWriteError};
+use crate::machine::{Registers, StopError, Stopped, TextWrite, TextWriteError};
 use crate::mem::PhysMem;
-use crate::region::RECORD_BYTES;
+use crate::region::{Part, RECORD_BYTES, RegionWindow};
 use crate::synthetic::{Blueprint, Guest};
 use crate::trace::filter::Glob;
 
@@ -38,13 +38,13 @@ impl Traced {
     }
 
     fn reserve(&self, cpu: usize) -> u64 {
-        let window = self.guest.region_rings().memory;
+        let window = self.guest.region(Part::Rings).memory;
         let header = self.region.rings().header_offset(cpu);
         window.get_atomic_ref::<AtomicU64>(header).unwrap().fetch_add(1, Ordering::AcqRel)
     }
 
     fn fill(&self, cpu: usize, index: u64, function: usize, time: u64) {
-        let window = self.guest.region_rings().memory;
+        let window = self.guest.region(Part::Rings).memory;
         let slot = self.region.rings().slot_offset(cpu, index);
         window.write_obj(time, slot).unwrap();
         window.write_obj((self.guest.functions[function].pad.0 + 5) as u32, slot + 8).unwrap();
@@ -342,12 +342,8 @@ impl Machine for Faulty<'_> {
         self.guest.vcpus()
     }
 
-    fn region_code(&self) -> RegionWindow<'_> {
-        self.guest.region_code()
-    }
-
-    fn region_rings(&self) -> RegionWindow<'_> {
-        self.guest.region_rings()
+    fn region(&self, part: Part) -> RegionWindow<'_> {
+        self.guest.region(part)
     }
 
     fn clock_hz(&self) -> u64 {

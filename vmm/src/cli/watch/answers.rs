@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use patcher::addr::Gva;
 use patcher::kernel::{Kernel, MappedRegion, Pads, Refusal as PadRefusal};
 use patcher::machine::Machine;
+use patcher::region::Part;
 use patcher::trace::filter::Glob;
 use vmm::control::Command;
 use vmm::control::protocol::{
@@ -145,10 +146,10 @@ fn kernel_info(kernel: &Kernel, pads: Option<(&Pads, &BTreeMap<Gva, u32>)>) -> K
 
 fn region_info(machine: &dyn Machine, region: &MappedRegion) -> RegionInfo {
     RegionInfo {
-        code: Address(region.start().0),
-        code_bytes: machine.region_code().memory.len() as u64,
+        code: Address(region.range(Part::Code).start.0),
+        code_bytes: machine.region(Part::Code).memory.len() as u64,
         rings: Address(region.rings().headers().0),
-        rings_bytes: machine.region_rings().memory.len() as u64,
+        rings_bytes: machine.region(Part::Rings).memory.len() as u64,
         ring_records: region.rings().capacity(),
     }
 }

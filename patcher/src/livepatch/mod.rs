@@ -1,0 +1,25 @@
+//! Replaces functions of a running kernel by others that come in a relocatable object.
+//!
+//! A [`Payload`] is read from the file alone. [`Payload::resolve`] finds in a kernel's symbols what it
+//! replaces and what it refers to. [`Resolved::link`] makes the bytes for given addresses.
+//! A [`StackCheck`] tells who stands in the code that is to be replaced.
+
+mod errors;
+mod link;
+mod options;
+mod payload;
+mod replace;
+mod resolve;
+mod sections;
+mod stacks;
+#[cfg(test)]
+mod tests;
+
+pub use errors::{ResolveError, ResolveErrors};
+pub use link::{LinkError, Linked};
+pub use options::{Map, OptionsError, PayloadOptions};
+pub use payload::{Dropped, MAX_FILE, MAX_LOADED, Payload, PayloadError};
+pub use replace::Replacement;
+pub use resolve::{KernelView, Resolved};
+pub use sections::{OPTIONS_SECTION, SectionPart};
+pub use stacks::{StackCheck, StackCheckError, StackError, Stander, Watched};

@@ -1,0 +1,101 @@
+//! Objects as compilers make them for kernels.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Flags of every kernel's build (Makefile), whatever the architecture.
+const COMMON: &[&str] = &[
+    "-c",
+    "-O2",
+    "-std=gnu11",
+    "-ffreestanding",
+    "-fno-strict-aliasing",
+    "-fno-common",
+    "-fno-delete-null-pointer-checks",
+    "-fno-asynchronous-unwind-tables",
+    "-fno-stack-protector",
+    "-Wall",
+    "-Werror",
+];
+
+/// A compiler and the flags with which a kernel is built by it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Compiler {
+    pub(super) program: &'static str,
+    flags: &'static [&'static str],
+}
+
+/// arch/x86/Makefile
+pub(super) const X86_64: Compiler = Compiler {
+    program: "gcc",
+    flags: &[
+        "-m64",
+        "-mno-sse",
+        "-mno-mmx",
+        "-mno-80387",
+        "-mno-red-zone",
+        "-mcmodel=kernel",
+        "-fno-PIE",
+        "-fno-jump-tables",
+    ],
+};
+
+/// A folder that is gone with its owner.
+#[derive(Debug)]
+pub(super) struct Folder(PathBuf);
+
+impl Folder {
+    pub(super) fn new() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("vmm-payload-{}-{number}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(&path).expect("a folder for objects can be made");
+        Self(path)
+    }
+
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs a tool of the toolchain, which has to succeed.
+pub(super) fn run(command: &mut Command) {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/setup.sh installs it"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {said}");
+}
+
+impl Compiler {
+    /// Compiles C, or with `.s` as the suffix assembly, into `folder`.
+    pub(super) fn compile_into(
+        &self,
+        folder: &Folder,
+        source: &str,
+        suffix: &str,
+        flags: &[&str],
+    ) -> PathBuf {
+        let (input, output) = (folder.file(&format!("payload{suffix}")), folder.file("payload.o"));
+        fs::write(&input, source).expect("the folder can be written");
+        let mut command = Command::new(self.program);
+        run(command.args(COMMON).args(self.flags).args(flags).arg(input).arg("-o").arg(&output));
+        output
+    }
+
+    /// The object made of this C.
+    pub(super) fn compile(&self, source: &str, flags: &[&str]) -> Vec<u8> {
+        let folder = Folder::new();
+        let object = self.compile_into(&folder, source, ".c", flags);
+        fs::read(object).expect("the compiler has written it")
+    }
+}

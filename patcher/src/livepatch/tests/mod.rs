@@ -1,0 +1,4 @@
+//! Payloads made by compilers, linked and looked at.
+
+mod compiler;
+mod native;
