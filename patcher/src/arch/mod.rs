@@ -447,6 +447,9 @@ pub struct Prefix {
     pub name: &'static str,
     /// Its bytes; none for a pad that is the function's first instruction.
     pub bytes: &'static [u8],
+    /// Whether it signs the return address: no other function can be entered behind it, since that one
+    /// would sign the address once more and take off one signature only.
+    pub signs: bool,
 }
 
 /// What the bytes of a pad say about it.

@@ -4,7 +4,9 @@
 //! replaces and what it refers to. [`Resolved::link`] makes the bytes for given addresses.
 //! A [`StackCheck`] tells who stands in the code that is to be replaced.
 
+mod check;
 mod errors;
+mod klp;
 mod link;
 mod options;
 mod payload;
@@ -15,7 +17,9 @@ mod stacks;
 #[cfg(test)]
 mod tests;
 
+pub use check::{CheckError, CheckOptions, CheckReport, CheckedFunction};
 pub use errors::{ResolveError, ResolveErrors};
+pub use klp::KlpError;
 pub use link::{LinkError, Linked};
 pub use options::{Map, OptionsError, PayloadOptions};
 pub use payload::{Dropped, MAX_FILE, MAX_LOADED, Payload, PayloadError};

@@ -68,6 +68,10 @@ pub(super) fn find(
     for map in maps {
         by_new.entry(&map.new).or_default().push(map);
     }
+    let mut by_index: FxHashMap<usize, Vec<&Map>> = FxHashMap::default();
+    for (index, map) in object.table.iter().flatten() {
+        by_index.entry(*index).or_default().push(map);
+    }
     let mut found: Vec<Numbered> = Vec::new();
     let mut taken: FxHashMap<Gva, Arc<str>> = FxHashMap::default();
     for (index, symbol) in object.symbols.iter().enumerate() {
@@ -77,7 +81,11 @@ pub(super) fn find(
         }
         let name = &symbol.name;
         let mut wanted = Vec::new();
-        if let Some(maps) = by_new.get(&**name) {
+        if object.table.is_some() {
+            for map in by_index.get(&index).into_iter().flatten() {
+                wanted.push(entry(kernel, map, errors));
+            }
+        } else if let Some(maps) = by_new.get(&**name) {
             for map in maps {
                 wanted.push(entry(kernel, map, errors));
             }

@@ -61,9 +61,9 @@ pub(super) const REACH: u64 = 128 << 20;
 /// What stands in front of the pad in kernels that check the targets of indirect branches, or sign
 /// return addresses before anything else.
 pub(super) static PREFIXES: [Prefix; 3] = [
-    Prefix { name: "none", bytes: &[] },
-    Prefix { name: "bti c", bytes: &[0x5f, 0x24, 0x03, 0xd5] },
-    Prefix { name: "paciasp", bytes: &[0x3f, 0x23, 0x03, 0xd5] },
+    Prefix { name: "none", bytes: &[], signs: false },
+    Prefix { name: "bti c", bytes: &[0x5f, 0x24, 0x03, 0xd5], signs: false },
+    Prefix { name: "paciasp", bytes: &[0x3f, 0x23, 0x03, 0xd5], signs: true },
 ];
 
 pub(super) fn state(at: Gva, bytes: &[u8]) -> PadState {

@@ -31,7 +31,7 @@ use crate::arch::{Form, OutOfReach, PadBytes, PadLayout, PadState, Pattern, Pref
 pub(super) const LEN: usize = 6;
 
 /// Nothing stands before a pad.
-pub(super) static PREFIXES: [Prefix; 1] = [Prefix { name: "none", bytes: &[] }];
+pub(super) static PREFIXES: [Prefix; 1] = [Prefix { name: "none", bytes: &[], signs: false }];
 
 /// `stg %r14,8(%r15)`
 const STORE: &[u8] = &[0xe3, 0xe0, 0xf0, 0x08, 0x00, 0x24];

@@ -10,10 +10,10 @@ pub(super) const LEN: usize = 5;
 /// overwrites that with in functions it knows not to be called indirectly
 /// (`gen_endbr_poison` of arch/x86/include/asm/ibt.h, up to 6.17 and since).
 pub(super) static PREFIXES: [Prefix; 4] = [
-    Prefix { name: "none", bytes: &[] },
-    Prefix { name: "endbr64", bytes: &[0xf3, 0x0f, 0x1e, 0xfa] },
-    Prefix { name: "sealed endbr64 (nopw)", bytes: &[0x66, 0x0f, 0x1f, 0x00] },
-    Prefix { name: "sealed endbr64 (nopl)", bytes: &[0x0f, 0x1f, 0x40, 0xd6] },
+    Prefix { name: "none", bytes: &[], signs: false },
+    Prefix { name: "endbr64", bytes: &[0xf3, 0x0f, 0x1e, 0xfa], signs: false },
+    Prefix { name: "sealed endbr64 (nopw)", bytes: &[0x66, 0x0f, 0x1f, 0x00], signs: false },
+    Prefix { name: "sealed endbr64 (nopl)", bytes: &[0x0f, 0x1f, 0x40, 0xd6], signs: false },
 ];
 
 /// What the kernel writes over the compiler's call as it boots.
