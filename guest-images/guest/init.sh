@@ -1,9 +1,11 @@
 #!/bin/sh
 # PID 1 of a guest under test. What it does is chosen on the kernel's command line:
 #
-#   vmm.work=LIST      workloads, as `work` reads them (guest/work.c)
+#   vmm.beside=LIST    workloads that run beside everything else, as `work` reads them (guest/work.c)
+#   vmm.work=LIST      workloads that end before anything else happens
 #   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, aff (the functions that
-#                      its ftrace can trace), dmesg, cpuinfo, modules
+#                      its ftrace can trace), dmesg, cpuinfo, modules, notes (those of the kernel's
+#                      ELF file, as they are), tasks (each one's /proc/PID/task/TID/stat)
 #   vmm.dump-to=DEVICE where dumps go, as one stream: a block or character device; default: console
 #   vmm.after=WHAT     poweroff (default), reboot, panic, stay or shell
 #
@@ -23,10 +25,11 @@ for module in /lib/modules/*.ko; do
     [ -e "$module" ] && { insmod "$module" || echo "VMM-FAILED insmod $module"; }
 done
 
-work= dump= dump_to=/dev/console after=poweroff
+beside= work= dump= dump_to=/dev/console after=poweroff
 read -r cmdline </proc/cmdline
 for word in $cmdline; do
     case $word in
+    vmm.beside=*) beside=${word#*=} ;;
     vmm.work=*) work=${word#*=} ;;
     vmm.dump=*) dump=${word#*=} ;;
     vmm.dump-to=*) dump_to=${word#*=} ;;
@@ -41,11 +44,19 @@ show() {
     dmesg) dmesg ;;
     cpuinfo) cat /proc/cpuinfo ;;
     modules) cat /proc/modules ;;
+    notes) cat /sys/kernel/notes ;;
+    tasks)
+        # Without a process of its own for each, which would be a task, too.
+        for stat in /proc/[0-9]*/task/[0-9]*/stat; do
+            read -r line <"$stat" && echo "$line"
+        done
+        ;;
     *) echo "VMM-FAILED there is no dump $1" ;;
     esac
 }
 
 echo VMM-INIT
+if [ -n "$beside" ]; then work "$beside" & fi
 if [ -n "$work" ]; then work "$work"; fi
 if [ -n "$dump" ]; then
     IFS=,

@@ -12,23 +12,27 @@
  *   faults:N           N page faults: first touches of anonymous memory, one page each
  *   spin:SECONDS       computes and calls nothing
  *   idle:SECONDS       sleeps
+ *   pipe               reads from a pipe into which nobody writes, and never ends
+ *   threads:N          N threads that sleep, and never end
  *   scribble:ADDRESS:LENGTH:SECONDS
  *                      writes random words all over that guest-physical memory, through /dev/mem
  *   wait-console-line  prints VMM-READY and waits for a line on standard input
  *   exec:PATH          runs a shell script
  *
- * Each item prints "VMM-WORK-BEGIN ITEM", then "VMM-WORK-END ITEM count=N ms=T" or
+ * Each item's process is named NAME and prints "VMM-WORK-BEGIN ITEM", then "VMM-WORK-END ITEM count=N ms=T" or
  * "VMM-WORK-FAILED ITEM: REASON". The exit status is 1 if any item failed.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -178,6 +182,43 @@ static long idle(void)
 	return 1;
 }
 
+static long pipe_read(void)
+{
+	int ends[2];
+	char c;
+	if (pipe(ends) < 0)
+		fail("pipe: %s", strerror(errno));
+	/* This process holds the other end, so there is never an end to read either. */
+	if (read(ends[0], &c, 1) < 0)
+		fail("read: %s", strerror(errno));
+	return 1;
+}
+
+static int sleep_forever(void *unused)
+{
+	(void)unused;
+	while (poll(NULL, 0, -1) == 0 || errno == EINTR)
+		;
+	return 1;
+}
+
+static long threads(void)
+{
+	const size_t size = 64 << 10;
+	long count = number(0);
+	for (long i = 0; i < count; i++) {
+		char *stack = mmap(NULL, size, PROT_READ | PROT_WRITE,
+				   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (stack == MAP_FAILED)
+			fail("mmap: %s", strerror(errno));
+		int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD |
+			    CLONE_SYSVSEM;
+		if (clone(sleep_forever, stack + size, flags, NULL) < 0)
+			fail("clone: %s", strerror(errno));
+	}
+	return sleep_forever(NULL);
+}
+
 static long scribble(void)
 {
 	off_t address = strtoll(argument(0), NULL, 0);
@@ -239,6 +280,7 @@ static const struct {
 	{ "forks", forks },	    { "faults", faults },
 	{ "spin", spin },	    { "idle", idle },
 	{ "scribble", scribble },   { "delay", idle },	    { "wait-console-line", wait_console_line },
+	{ "pipe", pipe_read },	    { "threads", threads },
 	{ "exec", exec },
 };
 
@@ -270,6 +312,7 @@ static void run(char *text)
 	for (unsigned i = 0; i < sizeof works / sizeof *works; i++) {
 		if (strcmp(works[i].name, name) != 0)
 			continue;
+		prctl(PR_SET_NAME, name);
 		say("VMM-WORK-BEGIN %s\n", item);
 		long begin = milliseconds();
 		long count = works[i].run();

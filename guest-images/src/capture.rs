@@ -21,8 +21,8 @@
 //! at guest-physical address 0 on x86_64 and s390x, and at 0x40000000 on aarch64.
 //!
 //! Beside it: `ram.bin` (all RAM; sparse), `kallsyms` (the whole of /proc/kallsyms, with the
-//! symbols of modules), `aff` (the whole of available_filter_functions), `modules` (/proc/modules)
-//! and `dmesg`.
+//! symbols of modules), `aff` (the whole of available_filter_functions), `modules` (/proc/modules),
+//! `dmesg`, `notes` (/sys/kernel/notes) and `tasks` (the line /proc/PID/task/TID/stat of each task).
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -44,7 +44,15 @@ use crate::registers::VcpuRegisters;
 const BOOT: Duration = Duration::from_secs(240);
 
 /// What the guest is asked for, each a file of the capture.
-const DUMPS: [&str; 4] = ["kallsyms", "aff", "modules", "dmesg"];
+/// The tasks come last, as they change.
+const DUMPS: [&str; 6] = ["kallsyms", "aff", "modules", "dmesg", "notes", "tasks"];
+
+/// What runs in the guest beside its init: processes that sleep in functions that are known, one of
+/// them of several threads.
+const BESIDE: &str = "idle:100000+pipe+threads:3";
+
+/// Counts what a capture holds: one of another edition is another entry of the cache.
+const EDITION: u32 = 2;
 
 /// Room for the dumps, in bytes; a 7.3 kernel fills 20 MiB.
 const DUMP_DISK: u64 = 128 << 20;
@@ -136,6 +144,18 @@ impl Capture {
         self.directory.join("aff")
     }
 
+    /// The notes of the kernel's ELF file, as the guest has them in /sys/kernel/notes.
+    #[must_use]
+    pub fn notes(&self) -> PathBuf {
+        self.directory.join("notes")
+    }
+
+    /// The line `stat` of every task of the guest, threads included, shortly before the capture.
+    #[must_use]
+    pub fn tasks(&self) -> PathBuf {
+        self.directory.join("tasks")
+    }
+
     /// Reads a capture's description.
     ///
     /// # Errors
@@ -190,7 +210,7 @@ pub fn capture_in(
 
 fn entry_name(kernel: &Kernel, options: &CaptureOptions) -> String {
     let mut name = format!(
-        "captures/{}/{}/{}-{}cpu-{}M",
+        "captures/edition-{EDITION}/{}/{}/{}-{}cpu-{}M",
         kernel.architecture, kernel.release, options.cpu, options.cpus, options.memory_mib
     );
     for word in options.cmdline.split_whitespace() {
@@ -219,7 +239,7 @@ fn make(kernel: &Kernel, options: &CaptureOptions, into: &Path) -> Result<(), Ca
     qemu.memory_mib = options.memory_mib;
     qemu.ram_file = Some(into.join("ram.bin"));
     qemu.cmdline = format!(
-        "{} vmm.dump={} vmm.dump-to=/dev/vda vmm.after=stay",
+        "{} vmm.beside={BESIDE} vmm.dump={} vmm.dump-to=/dev/vda vmm.after=stay",
         options.cmdline,
         DUMPS.join(",")
     );
@@ -364,7 +384,7 @@ mod tests {
         let options = CaptureOptions { cmdline: "nokaslr  a,b".to_owned(), ..Default::default() };
         assert_eq!(
             entry_name(&kernel(Architecture::S390x), &options),
-            "captures/s390x/6.1.0-1-test/max-2cpu-512M-nokaslr-a_b"
+            "captures/edition-2/s390x/6.1.0-1-test/max-2cpu-512M-nokaslr-a_b"
         );
     }
 }

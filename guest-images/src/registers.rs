@@ -46,7 +46,7 @@ static S390X: [Register; 23] = plain![
 ];
 
 /// QEMU's plain `SCTLR` is that of exception level 1.
-static AARCH64: [Register; 10] = [
+static AARCH64: [Register; 14] = [
     register("pc", "pc"),
     register("sp", "sp"),
     register("cpsr", "cpsr"),
@@ -57,6 +57,11 @@ static AARCH64: [Register; 10] = [
     register("sctlr_el1", "SCTLR"),
     register("mair_el1", "MAIR_EL1"),
     register("tpidr_el1", "TPIDR_EL1"),
+    // Where addresses to return to may be that are on no stack yet.
+    register("x9", "x9"),
+    register("x16", "x16"),
+    register("x17", "x17"),
+    register("x30", "x30"),
 ];
 
 /// The registers that are read of a vCPU of that architecture.
@@ -74,7 +79,7 @@ pub(crate) fn of(architecture: Architecture) -> &'static [Register] {
 /// |---|---|
 /// | x86_64 | `rip rsp rflags cs cr0 cr3 cr4 efer gs_base kernel_gs_base` |
 /// | s390x | `pswm pswa` (the PSW's halves) `r0`…`r15 cr0 cr1 cr7 cr13 prefix` |
-/// | aarch64 | `pc sp cpsr sp_el0 ttbr0_el1 ttbr1_el1 tcr_el1 sctlr_el1 mair_el1 tpidr_el1` |
+/// | aarch64 | `pc sp cpsr sp_el0 ttbr0_el1 ttbr1_el1 tcr_el1 sctlr_el1 mair_el1 tpidr_el1 x9 x16 x17 x30` |
 #[derive(Clone, PartialEq, Eq)]
 pub struct VcpuRegisters {
     architecture: Architecture,

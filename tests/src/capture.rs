@@ -80,7 +80,7 @@ fn registers(architecture: Architecture, vcpu: &VcpuRegisters) -> Registers {
             sctlr: vcpu["sctlr_el1"],
             mair: vcpu["mair_el1"],
             tpidr_el1: vcpu["tpidr_el1"],
-            links: [0; 4],
+            links: ["x9", "x16", "x17", "x30"].map(|name| vcpu[name]),
         }),
     }
 }

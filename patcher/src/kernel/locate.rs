@@ -222,7 +222,7 @@ fn root(
 }
 
 /// What lies between the kernel's text and its init text.
-fn read_only_data(image: &Image, symbols: &Symbols) -> Range<Gva> {
+pub(super) fn read_only_data(image: &Image, symbols: &Symbols) -> Range<Gva> {
     let symbol = |name| symbols.address(name).filter(|address| image.range.contains(address));
     symbol("_etext").unwrap_or(image.range.start)..symbol("_sinittext").unwrap_or(image.range.end)
 }

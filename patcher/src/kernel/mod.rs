@@ -8,6 +8,7 @@ use crate::arch::paging::{AddressSpace, WalkError};
 use crate::machine::Registers;
 use crate::mem::{MemError, PhysMem};
 
+mod build_id;
 mod entries;
 mod image;
 mod kallsyms;
@@ -25,6 +26,7 @@ mod tasks;
 mod tests;
 mod types;
 
+pub use build_id::{BuildId, BuildIdError};
 pub use entries::NewTable;
 pub use image::Image;
 pub use kallsyms::KallsymsError;

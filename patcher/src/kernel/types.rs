@@ -43,8 +43,19 @@ const CHUNK: u64 = 1 << 20;
 /// How many headers are looked at: a kernel has a copy of the one that counts.
 const MAX_HEADERS: usize = 64;
 
-/// A kind that describes a structure.
+/// The kinds that matter here.
+const INTEGER: u32 = 1;
 const STRUCT: u32 = 4;
+const UNION: u32 = 5;
+const TYPEDEF: u32 = 8;
+const QUALIFIERS: std::ops::RangeInclusive<u32> = 9..=11;
+
+/// How many structures without names may lie in one another.
+const MAX_NESTED: usize = 8;
+/// How many members of structures without names are looked at for one field.
+const MAX_NESTED_MEMBERS: usize = 1 << 12;
+/// How many names a type may have for another.
+const MAX_NAMES: usize = 16;
 
 /// The types of a kernel.
 #[derive(Debug)]
@@ -52,6 +63,23 @@ pub(super) struct Types {
     order: ByteOrder,
     types: Vec<u8>,
     strings: Vec<u8>,
+    /// Where each type is in `types`; the first has the number 1.
+    index: Vec<u32>,
+    /// Where the structures are in `types` that have names.
+    structures: Vec<u32>,
+}
+
+/// The head of a type.
+#[derive(Debug, Clone, Copy)]
+struct Type {
+    kind: u32,
+    name: u32,
+    count: usize,
+    bit_fields: bool,
+    /// Its size in bytes, or the type that it is about, by kind.
+    size: u32,
+    /// Where what follows its head is.
+    rest: usize,
 }
 
 impl Types {
@@ -108,12 +136,34 @@ impl Types {
             let bytes = image.read(ram, offset + len + begin, want).ok()?;
             (bytes.len() as u64 == want).then_some(bytes)
         };
-        let found =
-            Self { order, types: part(types, types_len)?, strings: part(strings, strings_len)? };
+        let mut found = Self {
+            order,
+            types: part(types, types_len)?,
+            strings: part(strings, strings_len)?,
+            index: Vec::new(),
+            structures: Vec::new(),
+        };
         // The first string is empty, and every kernel has tasks.
         let is_kernels = found.strings.first() == Some(&0)
             && memmem::find(&found.strings, b"\0task_struct\0").is_some();
-        is_kernels.then_some(found)
+        if !is_kernels {
+            return None;
+        }
+        let mut at = 0;
+        while at < found.types.len() {
+            // The first type that can't be read ends what is known.
+            let Some(next) = found.type_at(at).and_then(|this| {
+                if this.kind == STRUCT && this.name != 0 {
+                    found.structures.push(at as u32);
+                }
+                Some(this.rest + trailing(this.kind, this.count)?)
+            }) else {
+                break;
+            };
+            found.index.push(at as u32);
+            at = next;
+        }
+        Some(found)
     }
 
     /// Where the first of `paths` leads of which the types have every field: the sum of the fields'
@@ -132,27 +182,79 @@ impl Types {
 
     /// Where `field` is in `structure`, in bytes.
     pub fn offset(&self, structure: &'static str, field: &'static str) -> Result<u64, TypesError> {
-        let mut at = 0;
-        while at < self.types.len() {
-            let header = self.words::<3>(at).ok_or(TypesError::Unsound)?;
-            let [name, info, _] = header;
-            let (kind, count) = (info >> 24 & 0x1f, info as usize & 0xffff);
-            let members = at + 12;
-            if kind == STRUCT && self.is_named(name, structure) {
-                let bit_fields = info >> 31 == 1;
-                let found = (0..count).find_map(|index| {
-                    let [name, _, offset] = self.words::<3>(members + 12 * index)?;
-                    self.is_named(name, field).then_some(offset)
-                });
-                if let Some(offset) = found {
-                    // With bit fields the upper 8 bits are the field's width.
-                    let bits = if bit_fields { offset & 0xff_ffff } else { offset };
-                    return Ok(u64::from(bits / 8));
-                }
+        self.field(structure, field).map(|(bits, _)| u64::from(bits / 8))
+    }
+
+    /// How many bytes the integer `field` of `structure` has.
+    pub fn width(&self, structure: &'static str, field: &'static str) -> Result<u64, TypesError> {
+        let (_, mut number) = self.field(structure, field)?;
+        for _ in 0..MAX_NAMES {
+            let this = self.numbered(number).ok_or(TypesError::Unsound)?;
+            match this.kind {
+                INTEGER => return Ok(this.size.into()),
+                TYPEDEF => number = this.size,
+                kind if QUALIFIERS.contains(&kind) => number = this.size,
+                _ => break,
             }
-            at = members + trailing(kind, count).ok_or(TypesError::Unsound)?;
+        }
+        Err(TypesError::Unsound)
+    }
+
+    /// Where `field` is in `structure`, in bits, and the number of its type. Fields of structures and
+    /// unions without names that lie in a structure are its own.
+    fn field(
+        &self,
+        structure: &'static str,
+        field: &'static str,
+    ) -> Result<(u32, u32), TypesError> {
+        for &at in &self.structures {
+            let Some(this) = self.type_at(at as usize) else { continue };
+            if self.is_named(this.name, structure)
+                && let Some(found) = self.field_of(this, field)
+            {
+                return Ok(found);
+            }
         }
         Err(TypesError::NoField { structure, field })
+    }
+
+    fn field_of(&self, structure: Type, field: &str) -> Option<(u32, u32)> {
+        let mut nested = vec![(structure, 0, 0)];
+        let mut seen = 0;
+        while let Some((this, begin, depth)) = nested.pop() {
+            for index in 0..this.count {
+                let [name, number, offset] = self.words::<3>(this.rest + 12 * index)?;
+                // With bit fields the upper 8 bits are the field's width.
+                let bits = if this.bit_fields { offset & 0xff_ffff } else { offset };
+                let bits = bits.checked_add(begin)?;
+                if name == 0 && depth < MAX_NESTED && seen < MAX_NESTED_MEMBERS {
+                    let inner = self.numbered(number);
+                    let inner = inner.filter(|inner| matches!(inner.kind, STRUCT | UNION));
+                    seen += inner.map_or(0, |inner| inner.count);
+                    nested.extend(inner.map(|inner| (inner, bits, depth + 1)));
+                } else if self.is_named(name, field) {
+                    return Some((bits, number));
+                }
+            }
+        }
+        None
+    }
+
+    fn numbered(&self, number: u32) -> Option<Type> {
+        let index = (number as usize).checked_sub(1)?;
+        self.type_at(*self.index.get(index)? as usize)
+    }
+
+    fn type_at(&self, at: usize) -> Option<Type> {
+        let [name, info, size] = self.words::<3>(at)?;
+        Some(Type {
+            kind: info >> 24 & 0x1f,
+            name,
+            count: info as usize & 0xffff,
+            bit_fields: info >> 31 == 1,
+            size,
+            rest: at + 12,
+        })
     }
 
     fn words<const N: usize>(&self, at: usize) -> Option<[u32; N]> {
@@ -201,7 +303,7 @@ mod tests {
     /// Where the description is in the image: at no round address.
     const AT: u64 = 0x8_0014;
 
-    const STRINGS: &str = "\0task_struct\0thread_info\0cpu\0pid\0flags\0int\0";
+    const STRINGS: &str = "\0task_struct\0thread_info\0cpu\0pid\0flags\0int\0u8\0inner\0";
 
     fn string(name: &str) -> u32 {
         STRINGS.find(&format!("\0{name}\0")).unwrap() as u32 + 1
@@ -273,6 +375,42 @@ mod tests {
         assert_eq!(error, TypesError::NoField { structure: "task_struct", field: "thread_info" });
     }
 
+    /// A union without a name, number 1, in which a structure without a name lies, number 2; what a name
+    /// stands for, numbers 3 and 4; the structure that has the union.
+    fn nested() -> Vec<u32> {
+        let mut types = vec![0, UNION << 24 | 2, 8, string("pid"), 4, 0, 0, 2, 0];
+        types.extend([0, STRUCT << 24 | 2, 8, string("flags"), 4, 0, string("inner"), 3, 32]);
+        types.extend([string("u8"), TYPEDEF << 24, 4]);
+        types.extend([string("int"), INTEGER << 24, 1, 8]);
+        types.extend([string("task_struct"), STRUCT << 24 | 2, 4096]);
+        types.extend([string("cpu"), 4, 0, 0, 1, 640]);
+        types
+    }
+
+    #[test]
+    fn fields_of_structures_without_names_are_those_of_what_they_lie_in() {
+        let order = ByteOrder::Big;
+        let types = read(order, &[(AT, &blob(order, &nested()))]).unwrap();
+        assert_eq!(types.offset("task_struct", "cpu"), Ok(0));
+        assert_eq!(types.offset("task_struct", "pid"), Ok(80));
+        assert_eq!(types.offset("task_struct", "inner"), Ok(84));
+        assert_eq!(types.width("task_struct", "inner"), Ok(1));
+        assert_eq!(types.width("task_struct", "pid"), Ok(1));
+    }
+
+    #[test]
+    fn types_that_contain_themselves_or_are_names_of_themselves_end() {
+        let order = ByteOrder::Little;
+        let mut types = nested();
+        // The inner structure's first field is the union; the name stands for itself.
+        types[12..14].copy_from_slice(&[0, 1]);
+        types[20] = 3;
+        let types = read(order, &[(AT, &blob(order, &types))]).unwrap();
+        let missing = types.offset("task_struct", "thread_info").unwrap_err();
+        assert!(matches!(missing, TypesError::NoField { .. }));
+        assert_eq!(types.width("task_struct", "inner"), Err(TypesError::Unsound));
+    }
+
     proptest! {
         #[test]
         fn no_types_make_us_panic(
@@ -286,7 +424,9 @@ mod tests {
             spoilt.extend(&words);
             let mut blob = blob(order, &spoilt);
             for (at, len) in [(12, len), (20, len.rotate_left(16))] {
-                let _ = read(order, &[(AT, &blob)]).map(|types| types.first_path(&PATHS));
+                let _ = read(order, &[(AT, &blob)]).map(|types| {
+                    (types.first_path(&PATHS), types.width("task_struct", "cpu"))
+                });
                 blob[at..at + 4].copy_from_slice(&len.to_le_bytes());
             }
             let _ = read(order, &[(AT, &blob)]).map(|types| types.first_path(&PATHS));

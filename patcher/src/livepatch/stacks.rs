@@ -21,8 +21,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
-
 use crate::addr::Gva;
 use crate::arch::{CpuArea, CpuVariable, Extent, Standing};
 use crate::kernel::{
@@ -176,8 +174,12 @@ impl<'k> StackCheck<'k> {
         if self.watched.is_empty() {
             return Ok(Vec::new());
         }
-        let tasks = self.kernel.tasks(ram, &self.layout)?;
-        let mut run = Run::new(self, ram, &tasks);
+        let mut reader = Reader::new(self.kernel, ram);
+        let current: Vec<Option<Gva>> =
+            registers.iter().map(|registers| current(&mut reader, registers)).collect();
+        let known: Vec<Gva> = current.iter().flatten().copied().collect();
+        let tasks = reader.tasks(&self.layout, &known)?;
+        let mut run = Run::new(self, reader, &tasks, current);
         for (vcpu, registers) in registers.iter().enumerate() {
             run.vcpu(vcpu, registers)?;
         }
@@ -239,8 +241,8 @@ struct Run<'a> {
     by_stack: Vec<(Gva, usize)>,
     /// Which tasks' stacks have been looked at as a vCPU uses them.
     seen: Vec<bool>,
-    /// Those that a vCPU says it runs.
-    current: FxHashMap<Gva, usize>,
+    /// The task that each vCPU says it runs, where it has to be asked.
+    current: Vec<Option<Gva>>,
     /// How many vCPUs run processes.
     in_user_mode: usize,
     standers: Vec<Stander>,
@@ -255,17 +257,22 @@ struct InUse {
 }
 
 impl<'a> Run<'a> {
-    fn new(check: &'a StackCheck<'a>, ram: &'a dyn PhysMem, tasks: &'a [Task]) -> Self {
+    fn new(
+        check: &'a StackCheck<'a>,
+        reader: Reader<'a>,
+        tasks: &'a [Task],
+        current: Vec<Option<Gva>>,
+    ) -> Self {
         let stack = |(index, task): (usize, &Task)| Some((task.stack.as_ref()?.start, index));
         let mut by_stack: Vec<_> = tasks.iter().enumerate().filter_map(stack).collect();
         by_stack.sort_unstable();
         Self {
             check,
-            reader: Reader::new(check.kernel, ram),
+            reader,
             tasks,
             by_stack,
             seen: vec![false; tasks.len()],
-            current: FxHashMap::default(),
+            current,
             in_user_mode: 0,
             standers: Vec::new(),
         }
@@ -278,13 +285,10 @@ impl<'a> Run<'a> {
             Standing::Elsewhere => return Ok(()),
             Standing::User => {
                 self.in_user_mode += 1;
-                self.note_current(vcpu, registers);
                 return Ok(());
             }
             Standing::Kernel { sp, links } => (sp, links),
         };
-        self.note_current(vcpu, registers);
-
         let mut others = self.cpu_stacks(registers);
         let mut standers = Vec::new();
         for word in links.into_iter().chain([registers.pc()]) {
@@ -321,7 +325,7 @@ impl<'a> Run<'a> {
     fn rest(&mut self) -> Result<(), StackError> {
         let on_cpu = |run: &Self, index: usize| {
             let task = &run.tasks[index];
-            task.on_cpu.unwrap_or_else(|| run.current.contains_key(&task.at))
+            task.on_cpu.unwrap_or_else(|| run.current.contains(&Some(task.at)))
         };
         let unseen: Vec<usize> = (0..self.tasks.len()).filter(|index| !self.seen[*index]).collect();
         let on_cpus = unseen.iter().filter(|index| on_cpu(self, **index)).count();
@@ -347,7 +351,7 @@ impl<'a> Run<'a> {
                     self.look(word, &mut standers);
                 }
             }
-            let vcpu = self.current.get(&task.at).copied().filter(|_| is_on_cpu);
+            let vcpu = self.current.iter().position(|at| *at == Some(task.at));
             self.report(task.pid, task.comm, vcpu, standers);
         }
         Ok(())
@@ -417,7 +421,7 @@ impl<'a> Run<'a> {
     /// Adds the stacks that `words`, which are in use by a vCPU, lead into to those in use, each from the
     /// lowest address on that one of the words is.
     fn follow(&self, vcpu: usize, words: &[u64], others: &[Range<Gva>], uses: &mut Vec<InUse>) {
-        let known = self.current.iter().find(|(_, runs)| **runs == vcpu).map(|(at, _)| *at);
+        let known = self.current[vcpu];
         let may_run = |index: &usize| {
             let task = &self.tasks[*index];
             // Stacks of tasks that wait are pointed to by those that they wait for.
@@ -444,9 +448,8 @@ impl<'a> Run<'a> {
         let size = self.check.layout.stack_size();
         let mut found: Vec<Range<Gva>> = Vec::new();
         for stack in arch.cpu_stacks() {
-            let Some(at) = self.cpu_variable(area, stack.at).filter(|at| at.0 != 0) else {
-                continue;
-            };
+            let at = cpu_variable(&mut self.reader, area, stack.at);
+            let Some(at) = at.filter(|at| at.0 != 0) else { continue };
             let range = match stack.extent {
                 Extent::EndsThere { at_most } => {
                     let end = (at + 15).align_down(16);
@@ -460,28 +463,28 @@ impl<'a> Run<'a> {
         }
         found
     }
+}
 
-    /// Notes which task the vCPU says that it runs.
-    fn note_current(&mut self, vcpu: usize, registers: &Registers) {
-        let arch = self.check.kernel.arch();
-        let found = arch.current_task().zip(arch.cpu_area(registers));
-        if let Some(task) = found.and_then(|(at, area)| self.cpu_variable(area, at)) {
-            self.current.insert(task, vcpu);
+/// Which task the vCPU with these registers runs, where it is the vCPU that has to be asked.
+fn current(reader: &mut Reader<'_>, registers: &Registers) -> Option<Gva> {
+    let arch = reader.kernel.arch();
+    if arch.standing(registers) == Standing::Elsewhere {
+        return None;
+    }
+    let task = cpu_variable(reader, arch.cpu_area(registers)?, arch.current_task()?)?;
+    (task.0 != 0).then_some(task)
+}
+
+fn cpu_variable(reader: &mut Reader<'_>, area: CpuArea, variable: CpuVariable) -> Option<Gva> {
+    let value = match area {
+        CpuArea::Offset(offset) => {
+            let symbol = reader.kernel.symbols().address(variable.symbol?)?;
+            reader.u64(symbol + offset + variable.offset).ok()?
         }
-    }
-
-    fn cpu_variable(&mut self, area: CpuArea, variable: CpuVariable) -> Option<Gva> {
-        let kernel = self.check.kernel;
-        let value = match area {
-            CpuArea::Offset(offset) => {
-                let symbol = kernel.symbols().address(variable.symbol?)?;
-                self.reader.u64(symbol + offset + variable.offset).ok()?
-            }
-            CpuArea::Fixed(begin) => {
-                let bytes = self.reader.ram.array(begin + variable.offset).ok()?;
-                kernel.arch().byte_order().u64(bytes)
-            }
-        };
-        Some(Gva(value))
-    }
+        CpuArea::Fixed(begin) => {
+            let bytes = reader.ram.array(begin + variable.offset).ok()?;
+            reader.kernel.arch().byte_order().u64(bytes)
+        }
+    };
+    Some(Gva(value))
 }

@@ -2,8 +2,8 @@
 
 use memchr::memmem;
 
-use super::walk;
 use super::{Comm, Reader, TaskLayoutError};
+use super::{structure, walk};
 use crate::addr::Gva;
 use crate::kernel::Kernel;
 use crate::kernel::types::{Types, TypesError};
@@ -17,6 +17,8 @@ pub struct TaskLayout {
     pub(super) fields: Fields,
     /// The length and alignment of a task's kernel stack, in bytes.
     pub(super) stack_size: u64,
+    /// Idle tasks, where no run queue leads to them.
+    pub(super) idle: Vec<Gva>,
 }
 
 /// Distances in `struct task_struct` and in what it leads to, in bytes.
@@ -34,8 +36,16 @@ pub(super) struct Fields {
     pub thread_node: u64,
     pub signal: u64,
     pub thread_head: u64,
-    pub on_cpu: Option<u64>,
+    /// Whether it is on a CPU, and how many bytes this has.
+    pub on_cpu: Option<(u64, OnCpu)>,
     pub queues: Option<QueueFields>,
+}
+
+/// How wide the field is that tells whether a task is on a CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OnCpu {
+    Byte,
+    Word,
 }
 
 /// Distances that lead from a task to its CPU's run queue and from there to other tasks.
@@ -55,7 +65,7 @@ pub(super) struct QueueFields {
 }
 
 /// The shortest and the longest stack believed, in bytes.
-const STACK_SIZES: std::ops::RangeInclusive<u64> = 8 << 10..=64 << 10;
+pub(super) const STACK_SIZES: std::ops::RangeInclusive<u64> = 8 << 10..=64 << 10;
 
 impl TaskLayout {
     /// The length and alignment of a task's kernel stack, in bytes.
@@ -71,10 +81,15 @@ impl TaskLayout {
 }
 
 pub(super) fn find(kernel: &Kernel, ram: &dyn PhysMem) -> Result<TaskLayout, TaskLayoutError> {
-    let fields = by_types(kernel, ram)?;
     let reader = &mut Reader::new(kernel, ram);
-    let first = first_task(reader, &fields)?;
-    let mut layout = TaskLayout { first, fields, stack_size: *STACK_SIZES.end() };
+    let mut layout = match by_types(kernel, ram) {
+        Ok(fields) => {
+            let first = first_task(reader, &fields)?;
+            TaskLayout { first, fields, stack_size: *STACK_SIZES.end(), idle: Vec::new() }
+        }
+        Err(TypesError::None) => structure::find(reader)?,
+        Err(error) => return Err(error.into()),
+    };
     layout.stack_size = stack_size(reader, &layout)?;
     Ok(layout)
 }
@@ -100,6 +115,15 @@ fn by_types(kernel: &Kernel, ram: &dyn PhysMem) -> Result<Fields, TypesError> {
             node: entity + of("sched_entity", "group_node")?,
         })
     };
+    // An int up to 6.18, a byte with others beside it in 7.2.
+    let on_cpu = || -> Result<(u64, OnCpu), TypesError> {
+        let width = match types.width("task_struct", "on_cpu")? {
+            1 => OnCpu::Byte,
+            4 => OnCpu::Word,
+            _ => return Err(TypesError::Unsound),
+        };
+        Ok((of("task_struct", "on_cpu")?, width))
+    };
     Ok(Fields {
         pid: of("task_struct", "pid")?,
         comm: of("task_struct", "comm")?,
@@ -110,7 +134,7 @@ fn by_types(kernel: &Kernel, ram: &dyn PhysMem) -> Result<Fields, TypesError> {
         thread_node: of("task_struct", "thread_node")?,
         signal: of("task_struct", "signal")?,
         thread_head: of("signal_struct", "thread_head")?,
-        on_cpu: of("task_struct", "on_cpu").ok(),
+        on_cpu: on_cpu().ok(),
         queues: queues().ok(),
     })
 }
@@ -126,8 +150,12 @@ fn first_task(reader: &mut Reader<'_>, fields: &Fields) -> Result<Gva, TaskLayou
     let mut candidates = Vec::new();
     names_in_image(reader, |at| candidates.push(Gva(at.0.wrapping_sub(fields.comm))));
     let is_first = |first: &Gva| {
-        let layout =
-            TaskLayout { first: *first, fields: fields.clone(), stack_size: *STACK_SIZES.end() };
+        let layout = TaskLayout {
+            first: *first,
+            fields: fields.clone(),
+            stack_size: *STACK_SIZES.end(),
+            idle: Vec::new(),
+        };
         walk::processes(reader, &layout).is_ok_and(|tasks| tasks.len() > 2)
     };
     candidates.into_iter().find(is_first).ok_or(TaskLayoutError::NoFirstTask)
@@ -153,7 +181,7 @@ pub(super) fn names_in_image(reader: &Reader<'_>, mut found: impl FnMut(Gva)) {
 /// How long stacks are: every task's pointer lies near its stack's upper end, unless the task is just
 /// deep in the kernel.
 fn stack_size(reader: &mut Reader<'_>, layout: &TaskLayout) -> Result<u64, TaskLayoutError> {
-    let tasks = walk::tasks(reader, layout)?;
+    let tasks = walk::tasks(reader, layout, &[])?;
     let used = tasks
         .iter()
         .filter_map(|task| Some((task.stack.as_ref()?, task.sp)))

@@ -17,6 +17,7 @@ use crate::mem::PhysMem;
 
 mod layout;
 mod reader;
+mod structure;
 mod walk;
 
 pub use layout::TaskLayout;
@@ -85,6 +86,15 @@ pub enum TaskLayoutError {
     /// The first task is not found.
     #[error("the kernel's first task is not found: nothing in its data is named swapper/0")]
     NoFirstTask,
+    /// What tasks are found does not tell.
+    #[error(
+        "where the kernel keeps its tasks cannot be told: it does not describe its types, and of the \
+         tasks that are found the {what} can't be told"
+    )]
+    NotTold {
+        /// What of them.
+        what: &'static str,
+    },
     /// The tasks are not as tasks are.
     #[error("the kernel's tasks are not as expected: {0}")]
     Tasks(#[from] TasksError),
@@ -154,8 +164,9 @@ pub enum TasksError {
 }
 
 impl Kernel {
-    /// Finds out where this kernel keeps what of its tasks: by the types that it describes, which may
-    /// take some 10 ms. The guest may run meanwhile.
+    /// Finds out where this kernel keeps what of its tasks: by the types that it describes, or where
+    /// it describes none by what its tasks have in common. This takes some 10 ms; the guest may run
+    /// meanwhile.
     ///
     /// # Errors
     /// [`TaskLayoutError`].
@@ -168,6 +179,17 @@ impl Kernel {
     /// # Errors
     /// [`TasksError`].
     pub fn tasks(&self, ram: &dyn PhysMem, layout: &TaskLayout) -> Result<Vec<Task>, TasksError> {
-        walk::tasks(&mut Reader::new(self, ram), layout)
+        walk::tasks(&mut Reader::new(self, ram), layout, &[])
+    }
+}
+
+impl Reader<'_> {
+    /// All tasks, and those at `known`: who runs may be in no list any more.
+    pub(crate) fn tasks(
+        &mut self,
+        layout: &TaskLayout,
+        known: &[Gva],
+    ) -> Result<Vec<Task>, TasksError> {
+        walk::tasks(self, layout, known)
     }
 }

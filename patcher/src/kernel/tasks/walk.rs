@@ -2,7 +2,7 @@
 
 use rustc_hash::FxHashSet;
 
-use super::layout::{QueueFields, TaskLayout};
+use super::layout::{OnCpu, QueueFields, TaskLayout};
 use super::{Comm, Reader, Task, TasksError};
 use crate::addr::Gva;
 
@@ -55,10 +55,17 @@ pub(super) fn processes(
     Ok(found)
 }
 
-/// All tasks.
-pub(super) fn tasks(reader: &mut Reader<'_>, layout: &TaskLayout) -> Result<Vec<Task>, TasksError> {
+/// All tasks, and those that are known from elsewhere.
+pub(super) fn tasks(
+    reader: &mut Reader<'_>,
+    layout: &TaskLayout,
+    known: &[Gva],
+) -> Result<Vec<Task>, TasksError> {
     let fields = &layout.fields;
     let mut found = Found::default();
+    for idle in &layout.idle {
+        found.add(*idle);
+    }
     for leader in processes(reader, layout)? {
         found.add(leader);
         let unreadable = |source| TasksError::Unreadable { what: "a task", at: leader, source };
@@ -76,6 +83,9 @@ pub(super) fn tasks(reader: &mut Reader<'_>, layout: &TaskLayout) -> Result<Vec<
     }
     if let Some(queues) = &fields.queues {
         add_queued(reader, queues, &mut found)?;
+    }
+    for task in known {
+        found.add(*task);
     }
     found.tasks.iter().map(|at| task(reader, layout, *at)).collect()
 }
@@ -141,7 +151,12 @@ fn task(reader: &mut Reader<'_>, layout: &TaskLayout, at: Gva) -> Result<Task, T
     let stack = Gva(reader.u64(at + fields.stack).map_err(unreadable)?);
     let sp = Gva(reader.u64(at + fields.sp).map_err(unreadable)?);
     let on_cpu = match fields.on_cpu {
-        Some(offset) => Some(reader.u32(at + offset).map_err(unreadable)? != 0),
+        Some((offset, OnCpu::Word)) => Some(reader.u32(at + offset).map_err(unreadable)? != 0),
+        Some((offset, OnCpu::Byte)) => {
+            let mut byte = [0];
+            reader.read(at + offset, &mut byte).map_err(unreadable)?;
+            Some(byte != [0])
+        }
         None => None,
     };
     let mut task = Task { at, pid, comm, stack: None, sp, on_cpu };
