@@ -1,12 +1,18 @@
 //! What is found in the files of stock kernels, against the same kernels as they run.
 
+use std::fs;
+use std::process::Command;
+
 use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::Gva;
-use patcher::kernel::Kernel;
 use patcher::kernel::offline::OfflineKernel;
+use patcher::kernel::{Kernel, Symbol};
+use patcher::livepatch::{CheckError, CheckOptions, Map, Payload};
+use patcher::trace::filter::Glob;
 use tests::capture::Captured;
 use vmm::image;
+use vmm_sys_util::tempdir::TempDir;
 
 /// The kernel's file, and a guest that runs it.
 struct Pair {
@@ -35,6 +41,7 @@ impl Pair {
         assert_eq!(offline.release(), self.guest.capture.release);
         self.check_symbols();
         self.check_pads();
+        self.check_payloads();
     }
 
     fn check_symbols(&self) {
@@ -82,5 +89,109 @@ fn the_files_of_aarch64_kernels_say_what_their_guests_say() {
 fn the_files_of_s390x_kernels_say_what_their_guests_say() {
     for series in [Series::V6_1, Series::V6_12, Series::V7] {
         Pair::new(S390x, series).check();
+    }
+}
+
+/// Flags with which a kernel's own functions are compiled, as far as they matter to a function this small.
+fn compiler(architecture: Architecture) -> (&'static str, &'static [&'static str]) {
+    match architecture {
+        X86_64 => {
+            ("gcc", &["-mcmodel=kernel", "-mno-sse", "-mno-red-zone", "-fcf-protection=none"])
+        }
+        Aarch64 => ("aarch64-linux-gnu-gcc", &["-mgeneral-regs-only", "-mno-outline-atomics"]),
+        S390x => ("s390x-linux-gnu-gcc", &["-march=z13", "-msoft-float", "-mpacked-stack"]),
+    }
+}
+
+/// A payload for the architecture that changes what /proc/cmdline shows.
+fn payload(architecture: Architecture, more: &str) -> Payload {
+    let source = format!(
+        r#"
+        extern void seq_puts(void *file, const char *text);
+        static unsigned long calls;
+        static __attribute__((noinline)) unsigned long count(void) {{ return ++calls; }}
+        int cmdline_proc_show(void *file, void *unused) {{
+            seq_puts(file, count() > 1 ? "again\n" : "once\n");
+            return 0;
+        }}
+        #define SAYS(text) \
+            static const char said[] __attribute__((used, section(".vmm.livepatch"))) = text;
+        {more}"#
+    );
+    let folder = TempDir::new().unwrap();
+    let (input, output) = (folder.as_path().join("fix.c"), folder.as_path().join("fix.o"));
+    fs::write(&input, source).unwrap();
+    let (program, flags) = compiler(architecture);
+    let mut command = Command::new(program);
+    command.args(["-c", "-O2", "-ffreestanding", "-fno-pic", "-fno-pie", "-fno-common"]);
+    command.args(["-fno-asynchronous-unwind-tables", "-fno-stack-protector"]).args(flags);
+    let status = command.arg(&input).arg("-o").arg(&output).status().unwrap();
+    assert!(status.success(), "{command:?}");
+    Payload::parse(&fs::read(output).unwrap()).unwrap()
+}
+
+impl Pair {
+    /// What a check of payloads says is what the guest would say.
+    fn check_payloads(&self) {
+        let architecture = self.guest.capture.architecture;
+        let fix = payload(architecture, "");
+        let report = fix.check(&self.offline, &CheckOptions::default()).unwrap();
+        let [function] = &report.functions[..] else { panic!("{report:?}") };
+        let pads = self.running.pads(&self.guest.ram).unwrap();
+        let site = pads.sites.iter().find(|site| &*site.name == "cmdline_proc_show").unwrap();
+        let at = self.running.image().range.start + function.offset;
+        assert_eq!((at, at + function.pad), (site.function, site.at));
+        assert!(report.helpers.iter().any(|name| &**name == "count"), "{report:?}");
+        let seq_puts = self.running.symbols().address("seq_puts").unwrap();
+        let used = report.symbols.iter().find(|(name, _)| &**name == "seq_puts").unwrap();
+        assert_eq!(self.running.image().range.start + used.1.cast_unsigned(), seq_puts);
+        assert!(report.sizes.text > 0 && report.sizes.data > 0 && !report.consistent);
+        let running = self.running.build_id(&self.guest.ram).unwrap().to_string();
+        assert_eq!(report.build_id.as_deref(), Some(&*running));
+
+        self.check_guards(architecture, &running);
+        let without = self.function_without_pad();
+        let map = Map::parse(&format!("cmdline_proc_show={without}")).unwrap();
+        let options = CheckOptions { maps: vec![map], ..Default::default() };
+        match fix.check(&self.offline, &options).unwrap_err() {
+            CheckError::NoPad { names } => assert_eq!(names, [without]),
+            other => panic!("{other}"),
+        }
+    }
+
+    fn check_guards(&self, architecture: Architecture, build_id: &str) {
+        let check = |says: &str, options| {
+            let more = if says.is_empty() { String::new() } else { format!("SAYS(\"{says}\")") };
+            payload(architecture, &more).check(&self.offline, &options)
+        };
+        let series = self.running.version().unwrap();
+        let given = CheckOptions {
+            release: Some(Glob::new(&format!("{}.{}*", series.0, series.1))),
+            build_id: Some(build_id[..8].into()),
+            ..Default::default()
+        };
+        check(&format!("build-id={build_id}"), given).unwrap();
+        for (says, release) in [("release=4.19.*", None), ("", Some(Glob::new("4.19.*")))] {
+            let error = check(says, CheckOptions { release, ..Default::default() }).unwrap_err();
+            assert!(matches!(error, CheckError::Release { .. }), "{error}");
+        }
+        for (says, build_id) in [("build-id=0123456789", None), ("", Some("0123456789".into()))] {
+            let error = check(says, CheckOptions { build_id, ..Default::default() }).unwrap_err();
+            assert!(matches!(error, CheckError::BuildId { .. }), "{error}");
+        }
+    }
+
+    /// A function of the kernel's that can't be traced and whose name no other has.
+    fn function_without_pad(&self) -> String {
+        let kernel = self.offline.kernel();
+        let pads = self.offline.pads().unwrap();
+        let symbols = kernel.symbols();
+        let suits = |symbol: &Symbol<'_>| {
+            kernel.text().contains(&symbol.address)
+                && symbol.kind == b'T'
+                && symbols.named(symbol.name).count() == 1
+                && pads.binary_search_by_key(&symbol.address, |pad| pad.function).is_err()
+        };
+        symbols.iter().find(suits).unwrap().name.to_owned()
     }
 }

@@ -73,7 +73,9 @@ pub struct CheckedFunction {
 #[non_exhaustive]
 pub enum CheckError {
     /// The kernel is of another release.
-    #[error("the kernel is {found}, and the payload is for {wanted}: give the payload for this kernel")]
+    #[error(
+        "the kernel is {found}, and the payload is for {wanted}: give the payload for this kernel"
+    )]
     Release {
         /// What is wanted.
         wanted: String,

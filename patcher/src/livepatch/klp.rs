@@ -20,10 +20,10 @@ use object::read::elf::{SectionHeader, Sym};
 use object::{Endianness, SectionIndex, SymbolIndex, elf};
 use rustc_hash::FxHashMap;
 
+use super::PayloadError;
 use super::options::Map;
 use super::payload::{MAX_NAME, Section, Sections, Symbols, name};
 use super::sections::{Fate, advice};
-use super::PayloadError;
 
 /// The section number of symbols that the guest's livepatch would resolve (include/linux/elf.h).
 const SHN_LIVEPATCH: u16 = 0xff20;
@@ -185,13 +185,17 @@ impl Module {
             let is_module = tables.section(".gnu.linkonce.this_module")?.is_some();
             return if is_module { Err(KlpError::OtherModule.into()) } else { Ok(None) };
         }
+        let mut format = None;
+        for known in [KPATCH, KLP_BUILD] {
+            if tables.section(known.section)?.is_some() {
+                format = Some(known);
+                break;
+            }
+        }
+        let format = format.ok_or(KlpError::NoTable)?;
         tables.check_objects()?;
         tables.check_callbacks()?;
         tables.check_code()?;
-        let format = match tables.section(KPATCH.section)? {
-            Some(_) => KPATCH,
-            None => KLP_BUILD,
-        };
         let table = tables.table(&format)?;
         if table.is_empty() {
             return Err(KlpError::NoTable.into());
@@ -204,7 +208,7 @@ impl Module {
     /// What becomes of a section that only such a module has; `None` for any other.
     pub(super) fn fate(&self, name: &str) -> Option<Fate> {
         /// What tells one from another here: nothing but beginnings of names.
-        const FATES: [(&str, Fate); 12] = [
+        const FATES: [(&str, Fate); 14] = [
             (KPATCH.section, Fate::Dropped("the table of functions, which was read")),
             (".kpatch.strings", Fate::Dropped("the table of functions, which was read")),
             (".init.klp_", Fate::Dropped("the table of functions, which was read")),
@@ -215,6 +219,8 @@ impl Module {
             (".klp.arch.", Fate::Refused(advice::ALTERNATIVES)),
             (".init.text", Fate::Dropped("hands the table to the guest's own livepatch")),
             (".exit.text", Fate::Dropped("takes the table from the guest's own livepatch")),
+            (".init.data", Fate::Dropped("of what hands the table to the guest's own livepatch")),
+            (".exit.data", Fate::Dropped("of what takes the table from the guest's own livepatch")),
             (".init.eh_frame", Fate::Dropped("the kernel has no use for it")),
             (".codetag.", Fate::Dropped("the guest does not account what payloads allocate")),
         ];
@@ -247,7 +253,10 @@ pub(super) fn symbol(name: &Arc<str>, section: u16) -> Option<Result<Option<Map>
 
 impl<'a> Tables<'a> {
     /// The first section of that name.
-    fn section(self, wanted: &str) -> Result<Option<(SectionIndex, &'a Section<'a>)>, PayloadError> {
+    fn section(
+        self,
+        wanted: &str,
+    ) -> Result<Option<(SectionIndex, &'a Section<'a>)>, PayloadError> {
         for (index, section) in self.sections.enumerate() {
             if self.sections.section_name(self.endian, section)? == wanted.as_bytes() {
                 return Ok(Some((index, section)));
@@ -333,8 +342,7 @@ impl<'a> Tables<'a> {
         let bytes = section.data(self.endian, self.file)?;
         let pointers = self.pointers(index)?;
         let count = bytes.len() as u64 / format.size;
-        let unsound =
-            |entry, problem| KlpError::Table { section: format.section, entry, problem };
+        let unsound = |entry, problem| KlpError::Table { section: format.section, entry, problem };
         if count > MAX_FUNCTIONS || bytes.len() as u64 % format.size != 0 {
             return Err(unsound(count, "is more than a table has, or cut short").into());
         }
@@ -399,7 +407,10 @@ impl<'a> Tables<'a> {
     }
 
     /// Where a pointer leads: a section, and how far into it.
-    fn place(self, (symbol, addend): (usize, i64)) -> Result<Option<(SectionIndex, u64)>, PayloadError> {
+    fn place(
+        self,
+        (symbol, addend): (usize, i64),
+    ) -> Result<Option<(SectionIndex, u64)>, PayloadError> {
         let index = SymbolIndex(symbol);
         let symbol = self.symbols.symbol(index)?;
         let section = self.symbols.symbol_section(self.endian, symbol, index)?;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::klp;
 use super::errors::{ResolveError, ResolveErrors};
+use super::klp;
 use super::link::Layout;
 use super::options::Map;
 use super::payload::{Contents, Home, Payload, PayloadSymbol};

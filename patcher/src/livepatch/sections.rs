@@ -69,7 +69,8 @@ pub(super) mod advice {
         DEFINE_TRACE, trace_*() calls and trace_printk()";
     pub(in crate::livepatch) const AFTER_INIT: &str = "it is data that the guest seals once it has initialised \
         it, and nobody would; leave out __ro_after_init";
-    pub(in crate::livepatch) const PARAMETERS: &str = "nobody would set its parameters; leave out module_param";
+    pub(in crate::livepatch) const PARAMETERS: &str =
+        "nobody would set its parameters; leave out module_param";
     pub(in crate::livepatch) const DEBUG: &str = "the guest could not switch its messages on; leave out \
         pr_debug() or define DEBUG";
     pub(in crate::livepatch) const THREADS: &str = "the kernel has no thread-local data; compile without \

@@ -152,7 +152,7 @@ impl Image {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use std::path::PathBuf;
 
     use vm_memory::ByteValued;
@@ -162,7 +162,7 @@ pub(super) mod tests {
     use crate::image::bzimage::{BOOT_FLAG, HEADER_AT, MAGIC, SECTOR};
 
     /// A file that says what a stock kernel says, with nothing in it.
-    pub(in crate::kvm) fn kernel() -> Vec<u8> {
+    pub(crate) fn kernel() -> Vec<u8> {
         let mut header = setup_header {
             setup_sects: 1,
             syssize: 0x2000 / 16,
