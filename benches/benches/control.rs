@@ -6,9 +6,11 @@ use std::time::Duration;
 use std::{env, fs, process, thread};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use patcher::hook::Hooks;
 use patcher::kernel::MappedRegion;
 use patcher::synthetic::{Blueprint, Guest};
 use patcher::trace::filter::Filter;
+use patcher::trace::select::Selection;
 use patcher::trace::sink::{Event, FtraceText, Name, Sink};
 use patcher::trace::tracer::Tracer;
 use vmm::control::protocol::{self, Armed, End, EndReason, Totals, TraceRequest};
@@ -41,9 +43,10 @@ fn stream(criterion: &mut Criterion) {
     let guest = Guest::new(&Blueprint::default());
     let kernel = guest.kernel();
     let region = MappedRegion::new(&guest, &kernel).expect("a region");
-    let mut tracer = Tracer::new(&guest, &kernel, &region).expect("a tracer");
-    let selection = tracer.select(&Filter::default()).expect("functions");
-    let (id, _) = tracer.add(&selection, ()).expect("a client");
+    let mut hooks = Hooks::new(&guest, &kernel, &region);
+    let mut tracer = Tracer::new(&mut hooks).expect("a tracer");
+    let selection = Selection::beside(&hooks, &Filter::default()).expect("functions");
+    let (id, _) = tracer.add(&mut hooks, &selection, ()).expect("a client");
 
     let place = Place::at(&env::temp_dir().join(format!("vmm-bench-{}", process::id())));
     let claim = place.claim(None).expect("a socket");

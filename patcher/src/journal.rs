@@ -8,11 +8,12 @@
 //! vmm-journal 2
 //! region <code, guest-virtual> <bytes> <constants> <bytes> <data> <bytes> <rings> <bytes>
 //! taken <bytes of trampolines> <of payload text> <of it ever executed> <of constants> <of data>
-//! site <guest-physical> <guest-virtual> <original bytes> <replacement> <function>
+//! site <guest-physical> <guest-virtual> <original bytes> <our bytes> <function>
 //! end <number of sites>
 //! ```
 //!
-//! Numbers are hexadecimal. Each change replaces the whole file, so that it is never half-written.
+//! Numbers are hexadecimal. While a site changes from one form of ours to another it has both, with a
+//! comma between them. Each change replaces the whole file, so that it is never half-written.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -80,8 +81,8 @@ pub struct Entry {
     pub gpa: Gpa,
     /// The bytes that go back.
     pub original: Vec<u8>,
-    /// Our bytes.
-    pub replacement: Vec<u8>,
+    /// Our bytes: each form that may be there.
+    pub ours: Vec<Vec<u8>>,
 }
 
 /// A journal can't be kept, or not be read.
@@ -297,13 +298,8 @@ fn spell(content: &Content) -> String {
     }
     for site in content.sites.values() {
         let _ = write!(text, "site {:x} {:x} ", site.gpa.0, site.at.0);
-        for bytes in [&site.original, &site.replacement] {
-            bytes.iter().for_each(|byte| {
-                let _ = write!(text, "{byte:02x}");
-            });
-            text.push(' ');
-        }
-        let _ = writeln!(text, "{}", site.function);
+        let ours: Vec<String> = site.ours.iter().map(|form| digits(form)).collect();
+        let _ = writeln!(text, "{} {} {}", digits(&site.original), ours.join(","), site.function);
     }
     let _ = writeln!(text, "end {:x}", content.sites.len());
     text
@@ -372,8 +368,12 @@ fn site(rest: &str) -> Option<Entry> {
     let gpa = Gpa(number_in(words.next()?)?);
     let at = Gva(number_in(words.next()?)?);
     let original = bytes(words.next()?)?;
-    let replacement = bytes(words.next()?)?;
-    Some(Entry { function: words.next()?.into(), at, gpa, original, replacement })
+    let ours = words.next()?.split(',').map(bytes).collect::<Option<_>>()?;
+    Some(Entry { function: words.next()?.into(), at, gpa, original, ours })
+}
+
+fn digits(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn bytes(digits: &str) -> Option<Vec<u8>> {
@@ -396,7 +396,7 @@ pub(crate) mod tests {
             at: Gva(0xffff_ffff_8100_0000 + gpa),
             gpa: Gpa(gpa),
             original: vec![0x0f, 0x1f, 0x44, 0, 0],
-            replacement: vec![0xe8, 1, 2, 3, 4],
+            ours: vec![vec![0xe8, 1, 2, 3, 4]],
         }
     }
 
@@ -433,7 +433,9 @@ pub(crate) mod tests {
         let place = Place::new("noted");
         let journal = Journal::open(&place.0).unwrap();
         assert_eq!((journal.sites(), journal.region()), (vec![], None));
-        let sites = [a_site(0x1000, "vfs_read"), a_site(0x2000, "a name with spaces")];
+        let changing = [vec![0xe8, 1, 2, 3, 4], vec![0xe9, 5, 6, 7, 8]].to_vec();
+        let changing = Entry { ours: changing, ..a_site(0x2000, "a name with spaces") };
+        let sites = [a_site(0x1000, "vfs_read"), changing];
         journal.note_region(a_mark()).unwrap();
         journal.note_code(4096).unwrap();
         let payloads = PayloadMarks { text: 64, executed: 128, constants: 192, data: 256 };
@@ -477,7 +479,7 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_it_panic(text in "(vmm-journal 2\n)?(site [0-9a-fx ]{0,40}\n|region [0-9a-f ]{0,30}\n|taken [0-9a-f ]{0,20}\n|end [0-9a-f]{0,3}\n|.{0,20}\n){0,6}") {
+        fn no_text_makes_it_panic(text in "(vmm-journal 2\n)?(site [0-9a-fx, ]{0,40}\n|region [0-9a-f ]{0,30}\n|taken [0-9a-f ]{0,20}\n|end [0-9a-f]{0,3}\n|.{0,20}\n){0,6}") {
             let _ = parse(&text);
         }
     }

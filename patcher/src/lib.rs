@@ -5,11 +5,12 @@
 //! terminal: an engine hands it a [`machine::Machine`], and that is all it ever sees of one.
 //!
 //! The modules stand on each other in this order, each using only those above it:
-//! [`addr`], [`mem`], [`journal`], [`region`], [`machine`], [`arch`], [`kernel`], [`patch`], [`trace`],
-//! [`livepatch`].
+//! [`addr`], [`mem`], [`journal`], [`region`], [`machine`], [`arch`], [`kernel`], [`patch`], [`hook`],
+//! [`trace`], [`livepatch`].
 
 pub mod addr;
 pub mod arch;
+pub mod hook;
 pub mod journal;
 pub mod kernel;
 pub mod livepatch;

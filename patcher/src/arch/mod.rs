@@ -17,6 +17,7 @@ pub mod paging;
 pub mod relocation;
 pub mod s390x;
 mod stacks;
+mod stub;
 pub mod x86_64;
 
 pub(crate) use layout::is_but_for_breakpoint;
@@ -24,6 +25,7 @@ pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
 use relocation::Relocation;
 pub use stacks::{CpuArea, CpuStack, CpuVariable, Extent, Standing, TaskStacks};
+pub use stub::{assemble_stub, stub_ip};
 
 /// One guest architecture.
 pub trait Arch: fmt::Debug + Send + Sync {
@@ -125,6 +127,13 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// # Errors
     /// The target is farther than the instruction reaches.
     fn encode_branch(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach>;
+
+    /// The bytes that make the pad at `at` jump to the function at `to`, which is called in place of
+    /// the pad's own: it finds stack, arguments and return address as its caller has left them.
+    ///
+    /// # Errors
+    /// The target is farther than the instruction reaches.
+    fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach>;
 
     /// Where the region, which is `memory`, may be mapped for such a kernel, so that every pad of
     /// its image reaches all of it.

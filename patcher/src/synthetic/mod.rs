@@ -17,9 +17,13 @@ use crate::arch::ByteOrder;
 use crate::kernel::{self, Kernel, Located};
 use crate::machine::{Registers, X86Registers};
 
+#[cfg(test)]
+mod faulty;
 mod kallsyms;
 mod machine;
 
+#[cfg(test)]
+pub use faulty::{Faulty, Kind};
 pub use kallsyms::{Encoding, SymbolSpec, TableOrder, encode};
 
 /// What a synthetic guest is to be like.

@@ -3,7 +3,6 @@
 //! A [`tracer::Tracer`] traces one guest for several clients at once; a [`session::Session`] is one
 //! with a single client.
 
-mod arm;
 mod client;
 pub mod filter;
 pub mod merge;

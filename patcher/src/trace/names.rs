@@ -19,6 +19,9 @@ pub struct Names<'k> {
     functions: Vec<(u64, Arc<str>)>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
+    /// Of other addresses that records of a function may carry the low halves, and of the one that it
+    /// was added with.
+    aliases: FxHashMap<u32, u32>,
     callers: FxHashMap<u64, (u64, Arc<str>)>,
     next_id: u64,
 }
@@ -36,6 +39,7 @@ impl<'k> Names<'k> {
                 .then(|| kernel.text().start.0 & !u64::from(u32::MAX)),
             functions: Vec::new(),
             by_ip: FxHashMap::default(),
+            aliases: FxHashMap::default(),
             callers: FxHashMap::default(),
             next_id: 0,
         }
@@ -50,10 +54,17 @@ impl<'k> Names<'k> {
         index
     }
 
+    /// Has records that carry `alias` taken for records of the function of `ip`, whether that was added
+    /// already or will be.
+    pub fn add_alias(&mut self, ip: Gva, alias: Gva) {
+        self.aliases.insert(alias.0 as u32, ip.0 as u32);
+    }
+
     /// The index of the function whose records carry an `ip` with this low half.
     #[must_use]
     pub fn index_of(&self, ip: u32) -> Option<usize> {
-        self.by_ip.get(&ip).map(|index| *index as usize)
+        let alias = || self.by_ip.get(self.aliases.get(&ip)?);
+        self.by_ip.get(&ip).or_else(alias).map(|index| *index as usize)
     }
 
     /// The name of the function with that index.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::filter::{Filter, FilterError};
+use crate::hook::Hooks;
 use crate::kernel::{Kernel, Pads, PadsError, Refused, Site};
 use crate::machine::Machine;
 
@@ -33,7 +34,7 @@ impl Selection {
     /// Chooses among the pads of `kernel` as they are now. Nothing in the guest is touched.
     ///
     /// Functions that are traced already look like functions that the guest traces;
-    /// [`Tracer::select`](super::tracer::Tracer::select) knows its own.
+    /// [`Selection::beside`] knows our own.
     ///
     /// # Errors
     /// [`SelectError`].
@@ -43,6 +44,14 @@ impl Selection {
         filter: &Filter,
     ) -> Result<Self, SelectError> {
         Ok(Self::among(kernel.pads(machine.ram())?, filter)?)
+    }
+
+    /// Chooses among the pads as they are now. Those that hold something of ours may be chosen, too.
+    ///
+    /// # Errors
+    /// [`SelectError`].
+    pub fn beside(hooks: &Hooks<'_>, filter: &Filter) -> Result<Self, SelectError> {
+        Ok(Self::among(hooks.pads()?, filter)?)
     }
 
     /// Chooses among these pads.

@@ -7,19 +7,22 @@ use std::time::{Duration, Instant};
 use super::ring::RingCorrupt;
 use super::sink::Sink;
 use super::tracer::{ClientId, Progress, Tracer};
+use crate::hook::{Hooks, ReleaseError};
 use crate::kernel::{Kernel, MappedRegion};
 use crate::machine::Machine;
 
-pub use super::arm::{ArmError, Armed, DisarmError};
 pub use super::client::Summary;
 pub use super::select::{SelectError, Selection, refusals};
+pub use super::tracer::{ArmError, Armed};
 
 /// How long the last records are waited for once no function is armed any more: their writers are
 /// preempted in the middle of one.
 pub const LAST_RECORDS: Duration = Duration::from_secs(1);
 
-/// A session that is armed: a [`Tracer`] with one client.
+/// A session that is armed: a [`Tracer`] with one client, and [`Hooks`] of its own. Dropping it puts
+/// back what is armed, as well as it can.
 pub struct Session<'m> {
+    hooks: Hooks<'m>,
     tracer: Tracer<'m, ()>,
     client: ClientId,
 }
@@ -33,12 +36,13 @@ impl<'m> Session<'m> {
     pub fn arm(
         machine: &'m dyn Machine,
         kernel: &'m Kernel,
-        region: &MappedRegion,
+        region: &'m MappedRegion,
         selection: &Selection,
     ) -> Result<(Self, Armed), ArmError> {
-        let mut tracer = Tracer::new(machine, kernel, region)?;
-        let (client, armed) = tracer.add(selection, ())?;
-        Ok((Self { tracer, client }, armed))
+        let mut hooks = Hooks::new(machine, kernel, region);
+        let mut tracer = Tracer::new(&mut hooks)?;
+        let (client, armed) = tracer.add(&mut hooks, selection, ())?;
+        Ok((Self { hooks, tracer, client }, armed))
     }
 
     /// Takes what the rings hold and gives out what is in order by now.
@@ -47,7 +51,7 @@ impl<'m> Session<'m> {
     /// What the sink says, and again whenever this is called from then on. The events that it did not
     /// take are gone.
     pub fn drain(&mut self, sink: &mut dyn Sink) -> io::Result<()> {
-        self.tracer.drain(|(), event| sink.event(event));
+        self.tracer.drain(&self.hooks, |(), event| sink.event(event));
         match self.progress().failure {
             Some(failure) => Err(io::Error::new(failure.kind(), failure.to_string())),
             None => Ok(()),
@@ -79,9 +83,9 @@ impl<'m> Session<'m> {
     /// that it has taken for something else, or a kernel that is no longer this one, is left alone.
     ///
     /// # Errors
-    /// [`DisarmError`]; calling it again tries again.
-    pub fn disarm(&mut self) -> Result<(), DisarmError> {
-        self.tracer.remove(self.client)
+    /// [`ReleaseError`]; calling it again tries again.
+    pub fn disarm(&mut self) -> Result<(), ReleaseError> {
+        self.tracer.remove(&mut self.hooks, self.client)
     }
 
     /// Reads what is left, once the session is disarmed or the guest has ended, and ends the trace.

@@ -1,32 +1,28 @@
 //! Traces one guest for several clients at once.
 //!
-//! The union of all their functions is armed. What comes and goes with a client is one patchset: the
-//! functions that no other client traces are armed, and put back, in one stop each. The trampoline,
-//! the rings and the order of time are everybody's; which records are whose is told by the function
+//! The union of all their functions is armed, by way of [`Hooks`]. What comes and goes with a client is
+//! one change there: the functions that no other client traces are armed, and put back, in one stop
+//! each. The trampoline, the rings and the order of time are everybody's; which records are whose is told by the function
 //! that a record names, and by its index in its ring: each ring's head is looked at while the guest
 //! stands for a client's sake, and the records between two such looks are that client's.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
-use std::time::Instant;
-use std::{io, iter};
+use std::io;
+use std::time::{Duration, Instant};
 
-use super::arm;
 use super::client::Client;
-use super::filter::Filter;
 use super::merge::Merger;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
-use super::select::{SelectError, Selection};
+use super::select::Selection;
 use super::sink::Event;
 use crate::addr::Gva;
-use crate::arch::{Logger, PadLayout};
-use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
+use crate::arch::ByteOrder;
+use crate::hook::{HookError, Hooks, ReleaseError, Want, Witness};
+use crate::kernel::Site;
 use crate::machine::{Machine, StopTimes};
-use crate::patch::{self, Applied, Patchset, PlanError, Reverted};
+use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Part, RingLayout};
 
-pub use super::arm::{ArmError, Armed, DisarmError};
 pub use super::client::Summary;
 
 /// How many clients can trace a guest at the same time.
@@ -36,12 +32,40 @@ pub const MAX_CLIENTS: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ClientId(u64);
 
+/// Functions could not be armed; the guest runs on, and its text is as it was.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArmError {
+    /// Their pads could not be changed.
+    #[error(transparent)]
+    Hook(#[from] HookError),
+    /// A ring can't be read.
+    #[error(transparent)]
+    Ring(#[from] RingCorrupt),
+    /// There are as many clients as there can be.
+    #[error("the guest is traced by {MAX_CLIENTS} clients already; end one of them first")]
+    TooManyClients,
+}
+
+/// How arming went.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Armed {
+    /// Functions that are traced.
+    pub functions: usize,
+    /// Those of them that were not armed before.
+    pub written: usize,
+    /// The stop in which they were; of no length if there was none to arm.
+    pub stop: StopTimes,
+    /// The part of [`StopTimes::held`] that comparing took.
+    pub verify: Duration,
+    /// The part of [`StopTimes::held`] that writing and reading back took.
+    pub write: Duration,
+}
+
 /// A function that is traced, or was.
 struct Member {
-    site: patch::Site,
     /// As the kernel's list of pads has it.
     listed: Site,
-    armed: bool,
     /// The clients for whom it is to be armed, by their slots.
     wanted_by: u16,
     /// The clients that its records go to: also those that still have to get their last ones.
@@ -52,20 +76,19 @@ const _: () = assert!(MAX_CLIENTS <= u16::BITS as usize);
 
 /// Traces a guest. Each client brings an `S`, which is what its events are given to.
 ///
-/// Dropping a tracer puts back what is armed, as well as it can.
+/// What is armed stays so when a tracer is dropped, until the [`Hooks`] are.
 pub struct Tracer<'m, S> {
     machine: &'m dyn Machine,
-    kernel: &'m Kernel,
     rings: RingLayout,
-    /// By how far behind the site's instruction functions go on.
-    trampolines: BTreeMap<u16, Gva>,
+    order: ByteOrder,
     readers: Vec<RingReader>,
     merger: Merger,
     names: Names<'m>,
     /// By the index that `names` gives. None ever leaves: a task that was preempted in the trampoline
     /// may write a record long after its function was put back.
     members: Vec<Member>,
-    applied: Option<Applied>,
+    /// How many of the stubs are known to `names`.
+    stubs: usize,
     clients: [Option<Client<S>>; MAX_CLIENTS],
     next_id: u64,
     ticks: Ticks,
@@ -76,90 +99,31 @@ impl<'m, S> Tracer<'m, S> {
     ///
     /// # Errors
     /// [`ArmError`]; the guest's text is not touched.
-    pub fn new(
-        machine: &'m dyn Machine,
-        kernel: &'m Kernel,
-        region: &MappedRegion,
-    ) -> Result<Self, ArmError> {
-        let arch = kernel.arch();
-        let ram = machine.ram();
-        let logger = Logger {
-            cpu_number: kernel.cpu_number(ram)?,
-            rings: region.rings(),
-            clock: true,
-            resume: 0,
-            returns: kernel.return_form(ram)?,
-        };
-        let place = |resume| {
-            let at = region.code().place(&machine.region(Part::Code), |at| {
-                let logger = Logger { resume, ..logger };
-                arch.assemble_logger(at, &logger).map_err(ArmError::from)
-            })?;
-            Ok((resume, at))
-        };
-        let resumes: BTreeSet<u16> = iter::once(&PadLayout::SINGLE)
-            .chain(arch.pad_layouts())
-            .map(|layout| layout.resume)
-            .collect();
-        let trampolines = resumes.into_iter().map(place).collect::<Result<_, ArmError>>()?;
-        if let Some(journal) = machine.journal() {
-            journal.note_code(region.code().used())?;
-        }
+    pub fn new(hooks: &mut Hooks<'m>) -> Result<Self, ArmError> {
+        hooks.prepare_tracing()?;
+        let machine = hooks.machine();
         Ok(Self {
             machine,
-            kernel,
-            rings: region.rings(),
-            trampolines,
+            rings: hooks.region().rings(),
+            order: hooks.kernel().arch().byte_order(),
             readers: Vec::new(),
             merger: Merger::default(),
-            names: Names::new(kernel),
+            names: Names::new(hooks.kernel()),
             members: Vec::new(),
-            applied: None,
+            stubs: 0,
             clients: [const { None }; MAX_CLIENTS],
             next_id: 0,
             ticks: Ticks::new(machine.clock_hz()),
         })
     }
 
-    /// The kernel's pads as they are now. Functions that this tracer has armed are among those that
-    /// may be written, with their original bytes.
-    ///
-    /// # Errors
-    /// They can't be listed.
-    pub fn pads(&self) -> Result<Pads, PadsError> {
-        let mut pads = self.kernel.pads(self.machine.ram())?;
-        let mut ours: Vec<&Site> = self.armed().map(|member| &member.listed).collect();
-        ours.sort_unstable_by_key(|site| site.at);
-        let is_ours = |at: Gva| ours.binary_search_by_key(&at, |site| site.at).is_ok();
-        pads.refused.retain(|refused| !is_ours(refused.at));
-        pads.sites.retain(|site| !is_ours(site.at));
-        pads.sites.extend(ours.iter().copied().cloned());
-        pads.sites.sort_by_key(|site| site.at);
-        Ok(pads)
-    }
-
-    /// The addresses of the pads that hold this tracer's instruction, in no order, and how many
-    /// clients trace the function.
-    pub fn armed_pads(&self) -> impl Iterator<Item = (Gva, u32)> {
-        self.armed().map(|member| (member.site.at, member.wanted_by.count_ones()))
-    }
-
-    fn armed(&self) -> impl Iterator<Item = &Member> {
-        let ram = self.machine.ram();
-        self.members.iter().filter(move |member| {
-            let mut found = member.site.replacement;
-            member.armed
-                && ram.read(member.site.gpa, &mut found).is_ok()
-                && found == member.site.replacement
-        })
-    }
-
-    /// Chooses among the pads as they are now.
-    ///
-    /// # Errors
-    /// [`SelectError`].
-    pub fn select(&self, filter: &Filter) -> Result<Selection, SelectError> {
-        Ok(Selection::among(self.pads()?, filter)?)
+    /// The addresses of the pads of functions that are traced, in no order, and for how many clients.
+    pub fn armed_pads(&self, hooks: &Hooks<'m>) -> impl Iterator<Item = (Gva, u32)> {
+        let members = self.members.iter().filter(|member| {
+            let at = member.listed.at;
+            hooks.want(at).traced && hooks.is_in_force(at)
+        });
+        members.map(|member| (member.listed.at, member.wanted_by.count_ones()))
     }
 
     /// Begins to trace the selected functions for a new client. Those that are not armed yet are, all
@@ -167,150 +131,114 @@ impl<'m, S> Tracer<'m, S> {
     ///
     /// # Errors
     /// [`ArmError`]; the guest's text is then as it was, but for
-    /// [`ApplyError::Torn`](patch::ApplyError::Torn).
-    pub fn add(&mut self, selection: &Selection, sink: S) -> Result<(ClientId, Armed), ArmError> {
+    /// [`ApplyError::Torn`](crate::patch::ApplyError::Torn).
+    pub fn add(
+        &mut self,
+        hooks: &mut Hooks<'m>,
+        selection: &Selection,
+        sink: S,
+    ) -> Result<(ClientId, Armed), ArmError> {
         let free = self.clients.iter().position(Option::is_none);
         let slot = free.ok_or(ArmError::TooManyClients)?;
         if selection.sites.is_empty() {
-            return Err(PlanError::Empty.into());
+            return Err(HookError::from(PlanError::Empty).into());
         }
         if self.clients.iter().all(Option::is_none) {
             // Nobody has read the rings for a while, and nobody needs what is in them.
             self.readers = self.fresh_readers()?;
             self.merger = Merger::default();
         }
+        let wants: Vec<(&Site, Want)> = (selection.sites.iter())
+            .map(|site| (site, hooks.want(site.at)))
+            .filter(|(_, want)| !want.traced)
+            .map(|(site, want)| (site, Want { traced: true, ..want }))
+            .collect();
         let indices: Vec<usize> =
-            selection.sites.iter().map(|site| self.member(site)).collect::<Result<_, _>>()?;
-        let new = indices.iter().map(|index| &self.members[*index]).filter(|member| !member.armed);
-        let new: Vec<patch::Site> = new.map(|member| member.site.clone()).collect();
-
-        let mut armed = Armed { functions: indices.len(), ..Armed::default() };
-        let (machine, kernel, readers) = (self.machine, self.kernel, &mut self.readers);
-        let mut stops = Vec::new();
-        if new.is_empty() {
-            look(machine, readers);
-        } else {
-            let patchset = Patchset::plan(new)?;
-            let (applied, times) =
-                arm::apply(machine, kernel, &patchset, &mut || look(machine, readers))?;
-            self.applied = Some(match self.applied.take() {
-                Some(before) => before.join(applied),
-                None => applied,
-            });
-            stops.push(times.stop);
-            armed = Armed { functions: indices.len(), ..times };
+            selection.sites.iter().map(|site| self.member(site, hooks)).collect();
+        let look = &mut Look { machine: self.machine, readers: &mut self.readers };
+        let changed = hooks.change(&wants, Foreign::Refuse, look)?;
+        if changed.stops.is_empty() {
+            look.after();
         }
+        let armed = Armed {
+            functions: indices.len(),
+            written: changed.written,
+            stop: changed.stops.last().copied().unwrap_or_default(),
+            verify: changed.verify,
+            write: changed.write,
+        };
         for index in indices {
             let member = &mut self.members[index];
-            member.armed = true;
             member.wanted_by |= 1 << slot;
             member.heard_by |= 1 << slot;
         }
         let id = self.next_id;
         self.next_id += 1;
-        self.clients[slot] = Some(Client::new(id, sink, heads(&self.readers), stops));
+        self.clients[slot] = Some(Client::new(id, sink, heads(&self.readers), changed.stops));
         Ok((ClientId(id), armed))
     }
 
     /// The index of the member that `site` is, which is made if there is none.
-    fn member(&mut self, site: &Site) -> Result<usize, ArmError> {
+    fn member(&mut self, site: &Site, hooks: &Hooks<'m>) -> usize {
         let ip = record_ip(site.at, &site.original);
         let index = self.names.index_of(ip.0 as u32);
         if let Some(index) = index
-            && self.members[index].armed
+            && hooks.want(site.at).traced
         {
-            return Ok(index);
+            return index;
         }
-        let trampoline = self.trampolines[&site.layout.resume];
-        let replacement = self.kernel.arch().encode_branch(site.at, trampoline)?;
         let index = index.unwrap_or_else(|| self.names.add(&site.name, ip));
-        let member = Member {
-            site: patch::Site {
-                function: Arc::clone(self.names.function(index)),
-                at: site.at,
-                gpa: site.gpa,
-                original: site.original,
-                replacement,
-            },
-            listed: site.clone(),
-            armed: false,
-            wanted_by: 0,
-            heard_by: 0,
-        };
+        let member = Member { listed: site.clone(), wanted_by: 0, heard_by: 0 };
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
             Some(known) => *known = Member { heard_by: known.heard_by, ..member },
             None => self.members.push(member),
         }
-        Ok(index)
+        index
     }
 
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
         let window = self.machine.region(Part::Rings);
         let cpus = 0..self.rings.cpus();
-        let order = self.kernel.arch().byte_order();
-        cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu, order)).collect()
+        cpus.map(|cpu| RingReader::new(&window.memory, self.rings, cpu, self.order)).collect()
     }
 
     /// Ends a client's trace: what no other client traces is put back in one stop. Records until then
     /// are still to come, by [`Tracer::drain`], until [`Tracer::is_settled`] says so.
     ///
     /// # Errors
-    /// [`DisarmError`]; what could not be put back is tried again with the next client that goes, or
+    /// [`ReleaseError`]; what could not be put back is tried again with the next client that goes, or
     /// by calling this again.
-    pub fn remove(&mut self, client: ClientId) -> Result<(), DisarmError> {
+    pub fn remove(&mut self, hooks: &mut Hooks<'m>, client: ClientId) -> Result<(), ReleaseError> {
         let Some(slot) = self.slot(client) else { return Ok(()) };
         for member in &mut self.members {
             member.wanted_by &= !(1 << slot);
         }
-        let mut stops = Vec::new();
-        let result = self.put_back(&mut stops);
-        if result.is_err() || stops.is_empty() {
-            look(self.machine, &mut self.readers);
+        let wants: Vec<(&Site, Want)> = (self.members.iter())
+            .filter(|member| member.wanted_by == 0)
+            .map(|member| (&member.listed, hooks.want(member.listed.at)))
+            .filter(|(_, want)| want.traced)
+            .map(|(site, want)| (site, Want { traced: false, ..want }))
+            .collect();
+        let look = &mut Look { machine: self.machine, readers: &mut self.readers };
+        let result = hooks.release(&wants, look);
+        if result.as_ref().map_or(true, |changed| changed.stops.is_empty()) {
+            look.after();
         }
         let heads = heads(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
-            client.stops.append(&mut stops);
-            if let Ok(reverted) = &result {
-                client.reverted = Some(reverted.clone());
+            if let Ok(changed) = &result {
+                client.stops.extend(&changed.stops);
+                client.reverted = Some(Reverted {
+                    restored: changed.written,
+                    already: changed.already,
+                    foreign: changed.foreign.clone(),
+                    failed: Vec::new(),
+                });
             }
         }
         result.map(drop)
-    }
-
-    /// Puts back every function that no client wants.
-    fn put_back(&mut self, stops: &mut Vec<StopTimes>) -> Result<Reverted, DisarmError> {
-        let Some(applied) = self.applied.take() else { return Ok(Reverted::default()) };
-        let (names, members) = (&self.names, &mut self.members);
-        let index =
-            |site: &patch::Site| names.index_of(record_ip(site.at, &site.original).0 as u32);
-        let is_wanted =
-            |site: &patch::Site| index(site).is_some_and(|index| members[index].wanted_by != 0);
-        let (staying, going) = applied.partition(is_wanted);
-        let Some(going) = going else {
-            self.applied = staying;
-            return Ok(Reverted::default());
-        };
-        let (machine, readers) = (self.machine, &mut self.readers);
-        let result =
-            arm::revert(machine, self.kernel, &going, stops, &mut || look(machine, readers));
-        match result {
-            Ok(reverted) => {
-                for index in going.sites().iter().filter_map(index) {
-                    members[index].armed = false;
-                }
-                self.applied = staying;
-                Ok(reverted)
-            }
-            Err(error) => {
-                self.applied = Some(match staying {
-                    Some(staying) => staying.join(going),
-                    None => going,
-                });
-                Err(error)
-            }
-        }
     }
 
     /// Takes what the rings hold and gives out what is in order by now: each event to the sinks of
@@ -318,7 +246,12 @@ impl<'m, S> Tracer<'m, S> {
     ///
     /// An error of `give` ends what that client is given, except [`io::ErrorKind::WouldBlock`]; see
     /// [`Sink::event`](super::sink::Sink::event).
-    pub fn drain(&mut self, mut give: impl FnMut(&mut S, &Event<'_>) -> io::Result<()>) -> usize {
+    pub fn drain(
+        &mut self,
+        hooks: &Hooks<'m>,
+        mut give: impl FnMut(&mut S, &Event<'_>) -> io::Result<()>,
+    ) -> usize {
+        self.learn_stubs(hooks);
         let window = self.machine.region(Part::Rings);
         look(self.machine, &mut self.readers);
         let mut taken = 0;
@@ -360,6 +293,16 @@ impl<'m, S> Tracer<'m, S> {
             }
         });
         taken
+    }
+
+    /// Names the stubs that were made since this was last called. No record of one can have been read
+    /// yet: whoever makes stubs lends the hooks to nobody who drains meanwhile.
+    fn learn_stubs(&mut self, hooks: &Hooks<'m>) {
+        for stub in &hooks.stubs()[self.stubs..] {
+            let pad_ip = stub.pad + (stub.ip.0 - stub.at.0);
+            self.names.add_alias(pad_ip, stub.ip);
+        }
+        self.stubs = hooks.stubs().len();
     }
 
     /// Whether every record of a client that was removed has been read. One that has not yet been
@@ -439,16 +382,6 @@ impl<'m, S> Tracer<'m, S> {
     }
 }
 
-impl<S> Drop for Tracer<'_, S> {
-    fn drop(&mut self) {
-        for member in &mut self.members {
-            member.wanted_by = 0;
-        }
-        // Nobody is left to be told.
-        let _ = self.put_back(&mut Vec::new());
-    }
-}
-
 /// Where a client's trace stands.
 #[derive(Debug)]
 pub struct Progress<'a, S> {
@@ -479,6 +412,18 @@ const READ_AT_ONCE: usize = 1 << 16;
 /// The address that the records of the site at `at` carry: the one behind its instruction.
 fn record_ip(at: Gva, instruction: &[u8]) -> Gva {
     at + instruction.len() as u64
+}
+
+/// Looks at the heads of the rings while the guest stands.
+struct Look<'a> {
+    machine: &'a dyn Machine,
+    readers: &'a mut Vec<RingReader>,
+}
+
+impl Witness for Look<'_> {
+    fn after(&mut self) {
+        look(self.machine, self.readers);
+    }
 }
 
 fn look(machine: &dyn Machine, readers: &mut [RingReader]) {

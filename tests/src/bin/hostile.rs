@@ -13,6 +13,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use patcher::hook::HookError;
 use patcher::kernel::{Kernel, MappedRegion};
 use patcher::machine::{Machine, TextWrite};
 use patcher::patch::VerifyError;
@@ -81,7 +82,10 @@ fn unknown_bytes(machine: &dyn Machine, kernel: &Kernel, region: &MappedRegion) 
         Err(error) => error,
     };
     println!("refused: {error}");
-    let ArmError::Verify(VerifyError::Mismatch { function, at, found, expected }) = &error else {
+    let ArmError::Hook(HookError::Verify(mismatch)) = &error else {
+        bail!("refused for another reason: {error}");
+    };
+    let VerifyError::Mismatch { function, at, found, expected } = mismatch else {
         bail!("refused for another reason: {error}");
     };
     ensure!(&**function == "vfs_fallocate" && *at == victim.at);

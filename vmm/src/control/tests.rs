@@ -152,19 +152,22 @@ fn watch(
 
 /// Ids of clients, which only a tracer makes.
 fn client_ids() -> impl Iterator<Item = ClientId> {
+    use patcher::hook::Hooks;
     use patcher::kernel::MappedRegion;
     use patcher::synthetic::{Blueprint, Guest};
     use patcher::trace::filter::Filter;
+    use patcher::trace::select::Selection;
     use patcher::trace::tracer::Tracer;
 
     let guest: &'static Guest = Box::leak(Box::new(Guest::new(&Blueprint::default())));
     let kernel: &'static _ = Box::leak(Box::new(guest.kernel()));
-    let region = MappedRegion::new(guest, kernel).unwrap();
-    let mut tracer = Tracer::new(guest, kernel, &region).unwrap();
+    let region: &'static _ = Box::leak(Box::new(MappedRegion::new(guest, kernel).unwrap()));
+    let mut hooks = Hooks::new(guest, kernel, region);
+    let mut tracer = Tracer::new(&mut hooks).unwrap();
     std::iter::from_fn(move || {
-        let selection = tracer.select(&Filter::default()).unwrap();
-        let (client, _) = tracer.add(&selection, ()).unwrap();
-        tracer.remove(client).unwrap();
+        let selection = Selection::beside(&hooks, &Filter::default()).unwrap();
+        let (client, _) = tracer.add(&mut hooks, &selection, ()).unwrap();
+        tracer.remove(&mut hooks, client).unwrap();
         tracer.finish(client, |(), _| Ok(())).map(|_| client)
     })
 }

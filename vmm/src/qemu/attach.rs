@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use patcher::machine::{Machine, StopError};
-use patcher::patch::{Applied, PlanError, Reverted};
+use patcher::patch::{LeftBehind, PlanError, Reverted};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -303,8 +303,8 @@ impl std::fmt::Debug for Attached {
 fn restore(guest: &Guest) -> Result<Option<Reverted>, AttachError> {
     let Some(journal) = guest.journal() else { return Ok(None) };
     let failed = |error: PlanError| AttachError::Restore(error.to_string());
-    let Some(applied) = Applied::left_behind(journal).map_err(failed)? else { return Ok(None) };
-    let mut revert = applied.prepare_revert();
+    let Some(left) = LeftBehind::new(journal).map_err(failed)? else { return Ok(None) };
+    let mut revert = left.prepare_revert();
     let mut stopped = guest.stop()?;
     let reverted = revert.run(guest.ram(), &mut *stopped);
     stopped.resume()?;
@@ -315,7 +315,7 @@ fn restore(guest: &Guest) -> Result<Option<Reverted>, AttachError> {
             "{count} functions could not be written, {first} the first of them"
         )));
     }
-    journal.settle(applied.sites().iter().map(|site| site.gpa)).map_err(ClaimError::from)?;
+    journal.settle(left.sites().iter().map(|site| site.gpa)).map_err(ClaimError::from)?;
     Ok(Some(reverted))
 }
 

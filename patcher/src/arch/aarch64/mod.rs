@@ -140,6 +140,10 @@ impl Arch for Aarch64 {
         pads::encode_call(at, to)
     }
 
+    fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_jump(at, to)
+    }
+
     fn region_window(&self, kernel: &KernelPlace, _memory: &Range<Gpa>) -> Range<Gva> {
         // Everything from here on reaches the image's end, and everything up to there its beginning.
         let image = &kernel.image;

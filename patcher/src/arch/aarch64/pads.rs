@@ -51,9 +51,10 @@ pub(super) static LAYOUTS: [PadLayout; 2] = [
 /// (arch/arm64/include/asm/brk-imm.h), gdb's with 0.
 pub(super) const BREAKPOINT: Pattern = Pattern::new("..0020d4");
 
-/// `bl`: its opcode, and the bits that hold it.
+/// `bl` and `b`, and the bits that hold an opcode.
 const CALL: u32 = 0x9400_0000;
-const CALL_MASK: u32 = 0xfc00_0000;
+const BRANCH: u32 = 0x1400_0000;
+const BRANCH_MASK: u32 = 0xfc00_0000;
 
 /// How far a branch reaches, in bytes.
 pub(super) const REACH: u64 = 128 << 20;
@@ -71,7 +72,7 @@ pub(super) fn state(at: Gva, bytes: &[u8]) -> PadState {
         return PadState::Changing;
     }
     match bytes.try_into().map(u32::from_le_bytes) {
-        Ok(call) if call & CALL_MASK == CALL => {
+        Ok(call) if call & BRANCH_MASK == CALL => {
             // The low 26 bits are a signed count of instructions.
             let distance = i64::from((call << 6).cast_signed() >> 6) * 4;
             PadState::GuestEnabled { target: at + distance as u64 }
@@ -81,13 +82,25 @@ pub(super) fn state(at: Gva, bytes: &[u8]) -> PadState {
 }
 
 pub(super) fn encode_call(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    encode(CALL, at, to)
+}
+
+/// `b` in the place of the instruction that changes. In front of it nothing was executed but a landing
+/// pad and `mov x9, x30`, and `x9` is nobody's at a function's entry: `x30` is still the caller's. A
+/// direct branch needs no landing pad where it goes. (Behind a `paciasp` in front of the pad `x30` is
+/// signed; see [`Prefix::signs`].)
+pub(super) fn encode_jump(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    encode(BRANCH, at, to)
+}
+
+fn encode(opcode: u32, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
     let distance = to.0.wrapping_sub(at.0).cast_signed();
     let reach = REACH.cast_signed();
     if distance % 4 != 0 || !(-reach..reach).contains(&distance) {
         return Err(OutOfReach { from: at, to, reach: REACH });
     }
-    let instructions = (distance / 4) as u32 & !CALL_MASK;
-    Ok(PadBytes::new(&(CALL | instructions).to_le_bytes()))
+    let instructions = (distance / 4) as u32 & !BRANCH_MASK;
+    Ok(PadBytes::new(&(opcode | instructions).to_le_bytes()))
 }
 
 #[cfg(test)]
@@ -95,7 +108,7 @@ mod tests {
     use capstone::prelude::*;
     use proptest::prelude::*;
 
-    use super::{PREFIXES, REACH, encode_call, state};
+    use super::{PREFIXES, REACH, encode_call, encode_jump, state};
     use crate::addr::Gva;
     use crate::arch::aarch64::Aarch64;
     use crate::arch::{OutOfReach, PadState, read_pad};
@@ -170,6 +183,8 @@ mod tests {
             let target = AT + (distance * 4) as u64;
             let bytes = encode_call(AT, target).unwrap();
             prop_assert_eq!(disassembled(&bytes), format!("bl #{:#x}", target.0));
+            let bytes = encode_jump(AT, target).unwrap();
+            prop_assert_eq!(disassembled(&bytes), format!("b #{:#x}", target.0));
         }
 
         #[test]
@@ -178,7 +193,9 @@ mod tests {
         ) {
             let far = if below { AT - 4 - beyond } else { AT + beyond };
             for to in [far, AT + odd] {
-                prop_assert_eq!(encode_call(AT, to), Err(OutOfReach { from: AT, to, reach: REACH }));
+                let error = OutOfReach { from: AT, to, reach: REACH };
+                prop_assert_eq!(encode_call(AT, to), Err(error));
+                prop_assert_eq!(encode_jump(AT, to), Err(error));
             }
         }
     }

@@ -133,6 +133,10 @@ impl Arch for S390X {
         pads::encode_call(at, to)
     }
 
+    fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_jump(at, to)
+    }
+
     fn region_window(&self, kernel: &KernelPlace, memory: &Range<Gpa>) -> Range<Gva> {
         let begin = kernel.image.start;
         if begin.0 == kernel.phys.0 {

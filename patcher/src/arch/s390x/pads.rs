@@ -160,8 +160,28 @@ pub(super) fn state(at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
 }
 
 pub(super) fn encode_call(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    encode(CALL, at, to)
+}
+
+/// `jg` in the place of the instruction that changes, to a function that is called instead of this one.
+///
+/// It never comes back, so what the rest of a block would have done is not missed, and where the
+/// function's body begins does not matter. What counts is what has been executed in front of it:
+///
+/// * nothing, where that is the function's first instruction (all pads since 3.19);
+/// * `stg %r14,8(%r15)` (to 3.16): the caller's address goes into the part of the caller's frame that
+///   belongs to whomever it calls, `%r14` keeps it, and the block's `lg %r14,8(%r15)` would only undo
+///   what its `basr` does to the register;
+/// * `larl %r0,.+24` (3.17, 3.18): `%r0` is nobody's at a function's entry.
+///
+/// So the new function finds `%r14`, `%r15`, arguments and stack as its caller left them.
+pub(super) fn encode_jump(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    encode(BRANCH_ALWAYS, at, to)
+}
+
+fn encode(opcode: [u8; 2], at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
     let mut bytes = [0; LEN];
-    bytes[..2].copy_from_slice(&CALL);
+    bytes[..2].copy_from_slice(&opcode);
     bytes[2..].copy_from_slice(&halfwords(at, to)?);
     Ok(PadBytes::new(&bytes))
 }
@@ -300,13 +320,34 @@ mod tests {
     }
 
     #[test]
+    fn calls_and_jumps_are_what_a_disassembler_takes_them_for() {
+        use capstone::arch::BuildsCapstone as _;
+        let capstone = capstone::Capstone::new()
+            .sysz()
+            .mode(capstone::arch::sysz::ArchMode::Default)
+            .build()
+            .unwrap();
+        let to = AT - 0x1234;
+        for (bytes, expected) in
+            [(encode_call(AT, to), "brasl %r0, "), (encode_jump(AT, to), "jg ")]
+        {
+            let disassembled = capstone.disasm_all(&bytes.unwrap(), AT.0).unwrap();
+            let [one] = &disassembled[..] else { panic!("{disassembled}") };
+            let found = format!("{} {}", one.mnemonic().unwrap(), one.op_str().unwrap());
+            assert_eq!(found, format!("{expected}{:#x}", to.0));
+        }
+    }
+
+    #[test]
     fn a_call_reaches_four_gibibytes_either_way_and_no_farther() {
         for target in [AT + 0xffff_fffe, AT - 0x1_0000_0000, AT] {
             let bytes = encode_call(AT, target).unwrap();
             assert_eq!(state(AT, &bytes, None), PadState::GuestEnabled { target });
         }
         for to in [AT + 0x1_0000_0000, AT - 0x1_0000_0002, AT + 3, Gva(0)] {
-            assert_eq!(encode_call(AT, to), Err(OutOfReach { from: AT, to, reach: 1 << 32 }));
+            let error = OutOfReach { from: AT, to, reach: 1 << 32 };
+            assert_eq!(encode_call(AT, to), Err(error));
+            assert_eq!(encode_jump(AT, to), Err(error));
         }
     }
 }

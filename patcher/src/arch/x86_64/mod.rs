@@ -96,6 +96,10 @@ impl Arch for X86_64 {
         pads::encode_call(at, to)
     }
 
+    fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+        pads::encode_jump(at, to)
+    }
+
     fn region_window(&self, kernel: &KernelPlace, _memory: &Range<Gpa>) -> Range<Gva> {
         // Everything in the top 2 GiB is within a rel32 of everything else there, so reach sets no
         // bound; where modules begin does: the kernel takes empty entries above for its own.

@@ -61,10 +61,20 @@ pub(super) fn state(at: Gva, bytes: &[u8], hook: Option<Gva>) -> PadState {
 }
 
 pub(super) fn encode_call(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    encode(CALL, at, to)
+}
+
+/// `jmp` in the pad's place. A landing pad in front of it has been executed, which changes nothing: the
+/// new function finds the stack as its caller left it, and a direct jump needs no landing pad there.
+pub(super) fn encode_jump(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
+    encode(JMP, at, to)
+}
+
+fn encode(opcode: u8, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
     let distance = to.0.wrapping_sub((at + LEN as u64).0) as i64;
     let displacement =
         i32::try_from(distance).map_err(|_| OutOfReach { from: at, to, reach: REACH })?;
-    let mut bytes = [CALL; LEN];
+    let mut bytes = [opcode; LEN];
     bytes[1..].copy_from_slice(&displacement.to_le_bytes());
     Ok(PadBytes::new(&bytes))
 }
@@ -130,23 +140,25 @@ mod tests {
             assert_eq!(branch_target(AT, bytes[..].try_into().unwrap()), target);
         }
         for target in [end + 0x8000_0000, end - 0x8000_0001, Gva(0x7fff_0000_0000)] {
-            let error = encode_call(AT, target).unwrap_err();
-            assert_eq!(error, OutOfReach { from: AT, to: target, reach: 1 << 31 });
+            let error = OutOfReach { from: AT, to: target, reach: 1 << 31 };
+            assert_eq!(encode_call(AT, target), Err(error));
+            assert_eq!(encode_jump(AT, target), Err(error));
         }
     }
 
     #[test]
-    fn a_call_is_what_a_disassembler_takes_it_for() {
+    fn calls_and_jumps_are_what_a_disassembler_takes_them_for() {
         use capstone::arch::BuildsCapstone as _;
         let capstone = capstone::Capstone::new()
             .x86()
             .mode(capstone::arch::x86::ArchMode::Mode64)
             .build()
             .unwrap();
-        let bytes = encode_call(AT, HOOK).unwrap();
-        let disassembled = capstone.disasm_all(&bytes, AT.0).unwrap();
-        let [instruction] = &disassembled[..] else { panic!("{disassembled}") };
-        assert_eq!(instruction.mnemonic(), Some("call"));
-        assert_eq!(instruction.op_str(), Some(HOOK.to_string().as_str()));
+        for (bytes, name) in [(encode_call(AT, HOOK), "call"), (encode_jump(AT, HOOK), "jmp")] {
+            let disassembled = capstone.disasm_all(&bytes.unwrap(), AT.0).unwrap();
+            let [instruction] = &disassembled[..] else { panic!("{disassembled}") };
+            assert_eq!(instruction.mnemonic(), Some(name));
+            assert_eq!(instruction.op_str(), Some(HOOK.to_string().as_str()));
+        }
     }
 }

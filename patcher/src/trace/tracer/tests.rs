@@ -1,15 +1,14 @@
 use std::io::ErrorKind;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, VolatileMemory};
 
 use super::*;
-use crate::machine::{Registers, StopError, Stopped, TextWrite, TextWriteError};
-use crate::mem::PhysMem;
-use crate::region::{Part, RECORD_BYTES, RegionWindow};
-use crate::synthetic::{Blueprint, Guest};
-use crate::trace::filter::Glob;
+use crate::kernel::{Kernel, MappedRegion};
+use crate::region::RECORD_BYTES;
+use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
+use crate::trace::filter::{Filter, Glob};
 
 /// A guest whose calls the test makes: it does to the rings what the trampoline does.
 struct Traced {
@@ -29,8 +28,10 @@ impl Traced {
         Self { guest, kernel, region }
     }
 
-    fn tracer<S>(&self) -> Tracer<'_, S> {
-        Tracer::new(&self.guest, &self.kernel, &self.region).unwrap()
+    fn tracer<S>(&self) -> (Hooks<'_>, Tracer<'_, S>) {
+        let mut hooks = Hooks::new(&self.guest, &self.kernel, &self.region);
+        let tracer = Tracer::new(&mut hooks).unwrap();
+        (hooks, tracer)
     }
 
     fn is_armed(&self, function: usize) -> bool {
@@ -70,15 +71,23 @@ fn keep(given: &mut Given, event: &Event<'_>) -> io::Result<()> {
     Ok(())
 }
 
-fn add(tracer: &mut Tracer<'_, Given>, globs: &[&str]) -> (ClientId, Armed) {
-    let selection = tracer.select(&only(globs)).unwrap();
-    tracer.add(&selection, Given::new()).unwrap()
+fn add<'m>(
+    hooks: &mut Hooks<'m>,
+    tracer: &mut Tracer<'m, Given>,
+    globs: &[&str],
+) -> (ClientId, Armed) {
+    let selection = Selection::beside(hooks, &only(globs)).unwrap();
+    tracer.add(hooks, &selection, Given::new()).unwrap()
 }
 
 /// Ends a client and gives what it got.
-fn end(tracer: &mut Tracer<'_, Given>, client: ClientId) -> Finished<Given> {
-    tracer.remove(client).unwrap();
-    tracer.drain(keep);
+fn end<'m>(
+    hooks: &mut Hooks<'m>,
+    tracer: &mut Tracer<'m, Given>,
+    client: ClientId,
+) -> Finished<Given> {
+    tracer.remove(hooks, client).unwrap();
+    tracer.drain(hooks, keep);
     assert!(tracer.is_settled(client));
     tracer.finish(client, keep).unwrap()
 }
@@ -93,19 +102,19 @@ const WRITE: usize = 1;
 #[test]
 fn each_client_gets_the_calls_of_its_functions_in_its_time_and_no_others() {
     let traced = Traced::new();
-    let mut tracer = traced.tracer();
-    let (reads, armed) = add(&mut tracer, &["vfs_read"]);
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (reads, armed) = add(&mut hooks, &mut tracer, &["vfs_read"]);
     assert_eq!((armed.functions, armed.written), (1, 1));
     traced.call(0, READ, 10);
     traced.call(1, WRITE, 11);
-    let (both, armed) = add(&mut tracer, &["vfs_*"]);
+    let (both, armed) = add(&mut hooks, &mut tracer, &["vfs_*"]);
     assert_eq!((armed.functions, armed.written), (2, 1), "one of them was armed already");
     traced.call(1, READ, 20);
     traced.call(0, WRITE, 21);
-    tracer.drain(keep);
-    let first = end(&mut tracer, reads);
+    tracer.drain(&hooks, keep);
+    let first = end(&mut hooks, &mut tracer, reads);
     traced.call(0, READ, 30);
-    let second = end(&mut tracer, both);
+    let second = end(&mut hooks, &mut tracer, both);
     traced.call(0, READ, 40);
     assert_eq!(times(&first), [10, 20]);
     assert_eq!(first.summary.functions, [("vfs_read".into(), 2)]);
@@ -118,59 +127,60 @@ fn each_client_gets_the_calls_of_its_functions_in_its_time_and_no_others() {
 fn a_function_stays_armed_until_the_last_client_that_traces_it_goes() {
     let traced = Traced::new();
     let text = traced.guest.peek(traced.guest.blueprint().base, 0x20_0000);
-    let mut tracer = traced.tracer();
-    let (first, _) = add(&mut tracer, &["vfs_*"]);
-    let (second, armed) = add(&mut tracer, &["vfs_read", "function_00002"]);
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (first, _) = add(&mut hooks, &mut tracer, &["vfs_*"]);
+    let (second, armed) = add(&mut hooks, &mut tracer, &["vfs_read", "function_00002"]);
     assert_eq!(armed.written, 1);
-    let (third, armed) = add(&mut tracer, &["vfs_read"]);
+    let (third, armed) = add(&mut hooks, &mut tracer, &["vfs_read"]);
     assert_eq!((armed.functions, armed.written, armed.stop), (1, 0, StopTimes::default()));
     let armed = |traced: &Traced| [0, 1, 2].map(|function| traced.is_armed(function));
     assert_eq!(armed(&traced), [true, true, true]);
-    assert_eq!(end(&mut tracer, first).summary.reverted.unwrap().restored, 1);
+    assert_eq!(end(&mut hooks, &mut tracer, first).summary.reverted.unwrap().restored, 1);
     assert_eq!(armed(&traced), [true, false, true]);
-    let finished = end(&mut tracer, third);
+    let finished = end(&mut hooks, &mut tracer, third);
     assert_eq!((finished.summary.stops.len(), armed(&traced)), (0, [true, false, true]));
-    assert_eq!(end(&mut tracer, second).summary.stops.len(), 2);
+    assert_eq!(end(&mut hooks, &mut tracer, second).summary.stops.len(), 2);
     assert!(traced.guest.peek(traced.guest.blueprint().base, 0x20_0000) == text);
 }
 
 #[test]
-fn a_tracer_that_is_dropped_leaves_nothing_armed() {
+fn hooks_that_are_dropped_leave_nothing_armed() {
     let traced = Traced::new();
-    let mut tracer = traced.tracer();
-    add(&mut tracer, &["vfs_*"]);
-    add(&mut tracer, &["function_0000*"]);
+    let (mut hooks, mut tracer) = traced.tracer();
+    add(&mut hooks, &mut tracer, &["vfs_*"]);
+    add(&mut hooks, &mut tracer, &["function_0000*"]);
     assert!(traced.is_armed(READ));
-    drop(tracer);
+    drop(hooks);
     assert!((0..1100).all(|function| !traced.is_armed(function)));
 }
 
 #[test]
 fn pads_of_its_own_are_told_from_those_that_the_guest_traces() {
     let traced = Traced::new();
-    let mut tracer = traced.tracer();
-    let idle = tracer.pads().unwrap();
-    add(&mut tracer, &["vfs_*"]);
-    add(&mut tracer, &["vfs_read"]);
-    assert_eq!(tracer.pads().unwrap().sites, idle.sites);
+    let (mut hooks, mut tracer) = traced.tracer();
+    let idle = hooks.pads().unwrap();
+    add(&mut hooks, &mut tracer, &["vfs_*"]);
+    add(&mut hooks, &mut tracer, &["vfs_read"]);
+    assert_eq!(hooks.pads().unwrap().sites, idle.sites);
     let function = |at| traced.guest.functions.iter().position(|f| f.pad == at).unwrap();
-    let armed: Vec<_> = tracer.armed_pads().map(|(at, clients)| (function(at), clients)).collect();
+    let armed: Vec<_> =
+        tracer.armed_pads(&hooks).map(|(at, clients)| (function(at), clients)).collect();
     assert_eq!(armed, [(READ, 2), (WRITE, 1)]);
     // The guest writes over one of them: it is nobody's that we know.
     traced.guest.poke(traced.guest.functions[READ].pad, &[0x0f, 0x0b, 0, 0, 0]);
-    let refused = tracer.pads().unwrap().refused;
+    let refused = hooks.pads().unwrap().refused;
     assert!(refused.iter().any(|refused| &*refused.name == "vfs_read"));
 }
 
 #[test]
 fn a_client_without_room_or_that_fails_costs_no_other_anything() {
     let traced = Traced::new();
-    let mut tracer: Tracer<'_, &'static str> = traced.tracer();
+    let (mut hooks, mut tracer) = traced.tracer::<&'static str>();
     let mut seen = Vec::new();
     let mut clients = Vec::new();
     for name in ["good", "full", "broken"] {
-        let selection = tracer.select(&only(&["vfs_*"])).unwrap();
-        clients.push(tracer.add(&selection, name).unwrap().0);
+        let selection = Selection::beside(&hooks, &only(&["vfs_*"])).unwrap();
+        clients.push(tracer.add(&mut hooks, &selection, name).unwrap().0);
     }
     let mut give = |name: &mut &'static str, event: &Event<'_>| match *name {
         "full" if event.time_ns < 3 => Err(ErrorKind::WouldBlock.into()),
@@ -181,13 +191,13 @@ fn a_client_without_room_or_that_fails_costs_no_other_anything() {
         }
     };
     (1..=4).for_each(|time| traced.call(0, READ, time));
-    tracer.drain(&mut give);
-    tracer.drain(&mut give);
+    tracer.drain(&hooks, &mut give);
+    tracer.drain(&hooks, &mut give);
     let events = clients.iter().map(|client| tracer.progress(*client).unwrap().events);
     assert_eq!(events.collect::<Vec<_>>(), [4, 2, 1]);
     for (client, (overrun, failed)) in clients.into_iter().zip([(0, false), (2, false), (3, true)])
     {
-        tracer.remove(client).unwrap();
+        tracer.remove(&mut hooks, client).unwrap();
         let finished = tracer.finish(client, &mut give).unwrap();
         assert_eq!((finished.summary.overrun, finished.failure.is_some()), (overrun, failed));
         assert_eq!(finished.summary.events + finished.summary.dropped(), 4);
@@ -198,14 +208,14 @@ fn a_client_without_room_or_that_fails_costs_no_other_anything() {
 #[test]
 fn what_the_rings_lost_is_counted_for_those_who_were_there() {
     let traced = Traced::new();
-    let mut tracer = traced.tracer();
-    let (early, _) = add(&mut tracer, &["vfs_read"]);
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (early, _) = add(&mut hooks, &mut tracer, &["vfs_read"]);
     let capacity = traced.region.rings().capacity();
     (0..100).for_each(|time| traced.call(0, READ, time));
-    let (late, _) = add(&mut tracer, &["vfs_*"]);
+    let (late, _) = add(&mut hooks, &mut tracer, &["vfs_*"]);
     (0..capacity + 10).for_each(|time| traced.call(0, READ, 100 + time));
-    let late = end(&mut tracer, late).summary;
-    let early = end(&mut tracer, early).summary;
+    let late = end(&mut hooks, &mut tracer, late).summary;
+    let early = end(&mut hooks, &mut tracer, early).summary;
     assert_eq!((late.events, &late.lost[..]), (capacity, &[10, 0][..]));
     assert_eq!((early.events, &early.lost[..]), (capacity, &[110, 0][..]));
 }
@@ -213,12 +223,12 @@ fn what_the_rings_lost_is_counted_for_those_who_were_there() {
 #[test]
 fn a_record_that_is_not_written_is_its_clients_loss_and_a_late_one_nobodys() {
     let traced = Traced::new();
-    let mut tracer = traced.tracer();
-    let (other, _) = add(&mut tracer, &["vfs_write"]);
-    let (client, _) = add(&mut tracer, &["vfs_read"]);
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (other, _) = add(&mut hooks, &mut tracer, &["vfs_write"]);
+    let (client, _) = add(&mut hooks, &mut tracer, &["vfs_read"]);
     let stuck = traced.reserve(1);
-    tracer.remove(client).unwrap();
-    tracer.drain(keep);
+    tracer.remove(&mut hooks, client).unwrap();
+    tracer.drain(&hooks, keep);
     assert!(!tracer.is_settled(client));
     let summary = tracer.finish(client, keep).unwrap().summary;
     assert_eq!((summary.unwritten, summary.events), (vec![0, 1], 0));
@@ -227,20 +237,24 @@ fn a_record_that_is_not_written_is_its_clients_loss_and_a_late_one_nobodys() {
     let index = traced.reserve(0);
     traced.fill(0, index, READ, 6);
     traced.call(0, WRITE, 7);
-    let summary = end(&mut tracer, other);
+    let summary = end(&mut hooks, &mut tracer, other);
     assert_eq!((times(&summary), summary.summary.corrupt), (vec![7], vec![]));
 }
 
 #[test]
 fn no_more_clients_are_taken_than_there_is_room_for() {
     let traced = Traced::new();
-    let mut tracer = traced.tracer();
-    let clients: Vec<_> = (0..MAX_CLIENTS).map(|_| add(&mut tracer, &["vfs_read"]).0).collect();
-    let selection = tracer.select(&only(&["vfs_write"])).unwrap();
-    assert!(matches!(tracer.add(&selection, Given::new()), Err(ArmError::TooManyClients)));
+    let (mut hooks, mut tracer) = traced.tracer();
+    let clients: Vec<_> =
+        (0..MAX_CLIENTS).map(|_| add(&mut hooks, &mut tracer, &["vfs_read"]).0).collect();
+    let selection = Selection::beside(&hooks, &only(&["vfs_write"])).unwrap();
+    assert!(matches!(
+        tracer.add(&mut hooks, &selection, Given::new()),
+        Err(ArmError::TooManyClients)
+    ));
     assert!(!traced.is_armed(WRITE));
-    end(&mut tracer, clients[3]);
-    tracer.add(&selection, Given::new()).unwrap();
+    end(&mut hooks, &mut tracer, clients[3]);
+    tracer.add(&mut hooks, &selection, Given::new()).unwrap();
     assert!(traced.is_armed(WRITE));
 }
 
@@ -268,7 +282,7 @@ proptest! {
     #[test]
     fn whatever_comes_and_goes_each_client_gets_its_own(steps in prop::collection::vec(step(), 1..60)) {
         let traced = Traced::new();
-        let mut tracer = traced.tracer();
+        let (mut hooks, mut tracer) = traced.tracer();
         // What each client is to trace, and the calls that it has to get.
         let mut clients: Vec<(ClientId, Vec<usize>, Vec<u64>)> = Vec::new();
         let check = |finished: Finished<Given>, expected: &[u64]| {
@@ -281,12 +295,12 @@ proptest! {
                     let names: Vec<String> =
                         functions.iter().map(|f| format!("function_{f:05}")).collect();
                     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-                    let (client, _) = add(&mut tracer, &names);
+                    let (client, _) = add(&mut hooks, &mut tracer, &names);
                     clients.push((client, functions, Vec::new()));
                 }
                 Step::Remove(nth) if nth < clients.len() => {
                     let (client, _, expected) = clients.remove(nth);
-                    check(end(&mut tracer, client), &expected);
+                    check(end(&mut hooks, &mut tracer, client), &expected);
                 }
                 Step::Call(cpu, function) => {
                     traced.call(cpu, function, time);
@@ -297,7 +311,7 @@ proptest! {
                     }
                 }
                 Step::Drain => {
-                    tracer.drain(keep);
+                    tracer.drain(&hooks, keep);
                 }
                 Step::Add(_) | Step::Remove(_) => {}
             }
@@ -307,81 +321,9 @@ proptest! {
             }
         }
         for (client, _, expected) in clients {
-            check(end(&mut tracer, client), &expected);
+            check(end(&mut hooks, &mut tracer, client), &expected);
         }
         prop_assert!((2..12).all(|function| !traced.is_armed(function)));
-    }
-}
-
-/// A machine on which one thing fails, counted over everything that changes the guest.
-struct Faulty<'g> {
-    guest: &'g Guest,
-    left: AtomicUsize,
-}
-
-impl Faulty<'_> {
-    fn strikes(&self) -> bool {
-        self.left.fetch_sub(1, Ordering::Relaxed) == 0
-    }
-
-    fn has_struck(&self) -> bool {
-        self.left.load(Ordering::Relaxed) > usize::MAX / 2
-    }
-
-    fn error(&self) -> StopError {
-        StopError::Engine { what: "do it", source: io::Error::other("injected") }
-    }
-}
-
-impl Machine for Faulty<'_> {
-    fn ram(&self) -> &dyn PhysMem {
-        self.guest.ram()
-    }
-
-    fn vcpus(&self) -> usize {
-        self.guest.vcpus()
-    }
-
-    fn region(&self, part: Part) -> RegionWindow<'_> {
-        self.guest.region(part)
-    }
-
-    fn clock_hz(&self) -> u64 {
-        self.guest.clock_hz()
-    }
-
-    fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {
-        self.guest.sample(vcpu)
-    }
-
-    fn stop(&self) -> Result<Box<dyn Stopped + '_>, StopError> {
-        match self.strikes() {
-            true => Err(self.error()),
-            false => Ok(Box::new(FaultyStop(self, self.guest.stop()?))),
-        }
-    }
-}
-
-struct FaultyStop<'f>(&'f Faulty<'f>, Box<dyn Stopped + 'f>);
-
-impl Stopped for FaultyStop<'_> {
-    fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError> {
-        self.1.registers(vcpu)
-    }
-
-    fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
-        for (index, write) in writes.iter().enumerate() {
-            if self.0.strikes() {
-                return Err(TextWriteError { index, at: write.at, reason: "injected".into() });
-            }
-            self.1.write_text(std::slice::from_ref(write))?;
-        }
-        Ok(())
-    }
-
-    fn resume(self: Box<Self>) -> Result<StopTimes, StopError> {
-        let times = self.1.resume()?;
-        if self.0.strikes() { Err(self.0.error()) } else { Ok(times) }
     }
 }
 
@@ -389,9 +331,9 @@ impl Stopped for FaultyStop<'_> {
 fn whatever_fails_once_the_union_is_armed_and_in_the_end_nothing() {
     for nth in 0.. {
         let traced = Traced::new();
-        let machine = Faulty { guest: &traced.guest, left: nth.into() };
-        let mut tracer: Tracer<'_, ()> =
-            Tracer::new(&machine, &traced.kernel, &traced.region).unwrap();
+        let machine = Faulty::new(&traced.guest, &[Kind::Stop, Kind::Write], nth);
+        let mut hooks = Hooks::new(&machine, &traced.kernel, &traced.region);
+        let mut tracer: Tracer<'_, ()> = Tracer::new(&mut hooks).unwrap();
         let mut wanted: Vec<(ClientId, Vec<usize>)> = Vec::new();
         let mut failures = 0;
         for (globs, functions) in [
@@ -399,8 +341,8 @@ fn whatever_fails_once_the_union_is_armed_and_in_the_end_nothing() {
             (&["vfs_read", "function_00002", "function_00003"], vec![0, 2, 3]),
             (&["function_0000[34]"], vec![3, 4]),
         ] {
-            let selection = tracer.select(&only(globs)).unwrap();
-            match tracer.add(&selection, ()) {
+            let selection = Selection::beside(&hooks, &only(globs)).unwrap();
+            match tracer.add(&mut hooks, &selection, ()) {
                 Ok((client, _)) => wanted.push((client, functions)),
                 Err(_) => failures += 1,
             }
@@ -408,13 +350,13 @@ fn whatever_fails_once_the_union_is_armed_and_in_the_end_nothing() {
             assert!((0..6).all(|f| traced.is_armed(f) == is_wanted(f)), "adding, fault {nth}");
         }
         while let Some((client, _)) = wanted.pop() {
-            failures += usize::from(tracer.remove(client).is_err());
+            failures += usize::from(tracer.remove(&mut hooks, client).is_err());
             tracer.finish(client, |(), _| Ok(()));
             let is_wanted = |function| wanted.iter().any(|(_, all)| all.contains(&function));
             // What could not be put back is put back with the next one that goes.
             assert!((0..6).all(|f| traced.is_armed(f) || !is_wanted(f)), "removing, fault {nth}");
         }
-        drop(tracer);
+        drop(hooks);
         assert!((0..6).all(|function| !traced.is_armed(function)), "the end, fault {nth}");
         if !machine.has_struck() {
             assert_eq!(failures, 0);

@@ -1,6 +1,7 @@
 //! Watches the guest's kernel from outside while it runs: finds it, traces it for whoever wants that,
 //! and notices when it panics.
 
+use std::cell::OnceCell;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
@@ -230,7 +231,8 @@ impl Watcher<'_> {
             }
         }
 
-        let mut service = Service::new(self.machine, kernel, &self.desk);
+        let region = OnceCell::new();
+        let mut service = Service::new(self.machine, kernel, &self.desk, &region);
         let name = trace.as_ref().map(|(records, _)| records.name().to_owned());
         if let Some((records, request)) = trace {
             service.trace_own(records, request)?;

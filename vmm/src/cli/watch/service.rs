@@ -1,5 +1,6 @@
 //! Traces a kernel that is ready: for the run itself, and for clients of the control socket.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::thread;
@@ -7,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use patcher::addr::Gva;
+use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
 use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
 use patcher::trace::sink::Sink;
-use patcher::trace::tracer::{ArmError, Armed, ClientId, DisarmError, Summary, Tracer};
+use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Pad, Refusal, RefusalKind, State, Totals, TraceInfo, TraceRequest,
 };
@@ -52,7 +54,7 @@ struct Ending {
     since: Instant,
     lasted: Duration,
     reason: EndReason,
-    disarmed: Result<(), DisarmError>,
+    disarmed: Result<(), ReleaseError>,
 }
 
 /// What became of everything.
@@ -62,7 +64,7 @@ pub struct Ended {
     /// Why it could not be written.
     pub failure: Option<io::Error>,
     /// Whether all functions were put back.
-    pub disarmed: Result<(), DisarmError>,
+    pub disarmed: Result<(), ReleaseError>,
 }
 
 /// Traces.
@@ -71,7 +73,8 @@ pub struct Service<'m> {
     kernel: &'m Kernel,
     desk: &'m Desk,
     /// Made when the first trace is wanted: until then the guest is not touched.
-    region: Option<MappedRegion>,
+    region: &'m OnceCell<MappedRegion>,
+    hooks: Option<Hooks<'m>>,
     tracer: Option<Tracer<'m, Outbox>>,
     traces: Vec<Trace>,
     /// Writes the run's own trace.
@@ -81,12 +84,19 @@ pub struct Service<'m> {
 }
 
 impl<'m> Service<'m> {
-    pub fn new(machine: &'m dyn Machine, kernel: &'m Kernel, desk: &'m Desk) -> Self {
+    /// Answers for a kernel, into which the region is mapped when it is needed; it is kept in `region`.
+    pub fn new(
+        machine: &'m dyn Machine,
+        kernel: &'m Kernel,
+        desk: &'m Desk,
+        region: &'m OnceCell<MappedRegion>,
+    ) -> Self {
         Self {
             machine,
             kernel,
             desk,
-            region: None,
+            region,
+            hooks: None,
             tracer: None,
             traces: Vec::new(),
             writer: None,
@@ -101,11 +111,11 @@ impl<'m> Service<'m> {
     /// Nothing is selected, or it can't be armed or written.
     pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
         let (machine, kernel) = (self.machine, self.kernel);
-        let tracer = self.tracer()?;
-        let selection = tracer.select(&filter(&request))?;
+        let (hooks, tracer) = self.tracer()?;
+        let selection = Selection::beside(hooks, &filter(&request))?;
         records.begin(machine.vcpus()).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
-        let (client, armed) = tracer.add(&selection, outbox)?;
+        let (client, armed) = tracer.add(hooks, &selection, outbox)?;
         say(report::armed(&describe(kernel, machine, &selection, &armed)));
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
@@ -118,19 +128,35 @@ impl<'m> Service<'m> {
         self.traces.push(Trace { client, pid, request, functions, since, ending: None });
     }
 
-    /// The tracer, made if there is none yet.
-    fn tracer(&mut self) -> Result<&mut Tracer<'m, Outbox>> {
-        let region =
-            match &mut self.region {
-                Some(region) => region,
-                none => none.insert(MappedRegion::new(self.machine, self.kernel).context(
+    /// What is armed in the kernel, into which the region is brought if that was not done yet.
+    fn hooks(&mut self) -> Result<&mut Hooks<'m>> {
+        let region = match self.region.get() {
+            Some(region) => region,
+            None => {
+                let made = MappedRegion::new(self.machine, self.kernel).context(
                     "the memory for trampolines and rings can't be brought into the guest",
-                )?),
-            };
-        match &mut self.tracer {
-            Some(tracer) => Ok(tracer),
-            none => Ok(none.insert(Tracer::new(self.machine, self.kernel, region)?)),
-        }
+                )?;
+                self.region.get_or_init(|| made)
+            }
+        };
+        let (machine, kernel) = (self.machine, self.kernel);
+        Ok(self.hooks.get_or_insert_with(|| Hooks::new(machine, kernel, region)))
+    }
+
+    /// The tracer, made if there is none yet, and what it arms.
+    fn tracer(&mut self) -> Result<(&mut Hooks<'m>, &mut Tracer<'m, Outbox>)> {
+        self.hooks()?;
+        let hooks = self.hooks.as_mut().expect("they were made above");
+        let tracer = match &mut self.tracer {
+            Some(tracer) => tracer,
+            none => none.insert(Tracer::new(hooks)?),
+        };
+        Ok((hooks, tracer))
+    }
+
+    /// Both, if there are traces.
+    fn at_work(&mut self) -> Option<(&mut Hooks<'m>, &mut Tracer<'m, Outbox>)> {
+        Some((self.hooks.as_mut()?, self.tracer.as_mut()?))
     }
 
     /// Whether the run's own trace can't be written any more.
@@ -141,8 +167,9 @@ impl<'m> Service<'m> {
     /// Hands on what the rings hold, and answers one question if there is any.
     pub fn pass(&mut self, panicked: bool, progress: &mut Progress) {
         let mut taken = 0;
-        if let Some(tracer) = self.tracer.as_mut().filter(|_| !self.traces.is_empty()) {
-            taken = tracer.drain(Outbox::event);
+        let is_traced = !self.traces.is_empty();
+        if let Some((hooks, tracer)) = self.at_work().filter(|_| is_traced) {
+            taken = tracer.drain(hooks, Outbox::event);
             self.hand_on();
             self.end_what_is_over();
             self.show(progress);
@@ -203,10 +230,13 @@ impl<'m> Service<'m> {
     /// Puts back what only this client traces.
     fn begin_end(&mut self, client: ClientId, reason: EndReason) {
         let trace = self.traces.iter_mut().find(|trace| trace.client == client);
-        let (Some(trace), Some(tracer)) = (trace, &mut self.tracer) else { return };
+        let (Some(trace), Some(hooks), Some(tracer)) = (trace, &mut self.hooks, &mut self.tracer)
+        else {
+            return;
+        };
         if trace.ending.is_none() {
             let lasted = trace.since.elapsed();
-            let disarmed = tracer.remove(client);
+            let disarmed = tracer.remove(hooks, client);
             trace.ending = Some(Ending { since: Instant::now(), lasted, reason, disarmed });
         }
     }
@@ -245,8 +275,8 @@ impl<'m> Service<'m> {
         let clients: Vec<ClientId> = self.traces.iter().map(|trace| trace.client).collect();
         clients.into_iter().for_each(|client| self.begin_end(client, reason));
         while !self.traces.is_empty() {
-            if let Some(tracer) = &mut self.tracer {
-                tracer.drain(Outbox::event);
+            if let Some((hooks, tracer)) = self.at_work() {
+                tracer.drain(hooks, Outbox::event);
             }
             self.end_what_is_over();
             if !self.traces.is_empty() {
@@ -272,10 +302,11 @@ impl<'m> Service<'m> {
     }
 
     fn survey(&self) -> (Result<Pads, PadsError>, BTreeMap<Gva, u32>) {
-        match &self.tracer {
-            Some(tracer) => (tracer.pads(), tracer.armed_pads().collect()),
-            None => (self.kernel.pads(self.machine.ram()), BTreeMap::new()),
-        }
+        let Some(hooks) = &self.hooks else {
+            return (self.kernel.pads(self.machine.ram()), BTreeMap::new());
+        };
+        let traced = self.tracer.as_ref().map(|tracer| tracer.armed_pads(hooks).collect());
+        (hooks.pads(), traced.unwrap_or_default())
     }
 
     fn info(&self, state: State) -> Info {
@@ -293,7 +324,7 @@ impl<'m> Service<'m> {
         });
         let (pads, ours) = self.survey();
         let pads = pads.ok();
-        let (kernel, region) = ((self.kernel, state), self.region.as_ref());
+        let (kernel, region) = ((self.kernel, state), self.region.get());
         self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, who.collect())
     }
 
@@ -328,15 +359,16 @@ impl<'m> Service<'m> {
         if !kernel.is_current(machine.ram()) {
             return Err(failed("the kernel that was found in the guest is no longer there".into()));
         }
-        let tracer = self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
-        let selection = tracer.select(&filter(request)).map_err(|error| {
+        let (hooks, tracer) =
+            self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
+        let selection = Selection::beside(hooks, &filter(request)).map_err(|error| {
             let kind = match error {
                 SelectError::Filter(_) => RefusalKind::Refused,
                 _ => RefusalKind::Failed,
             };
             Refusal::new(kind, error.to_string())
         })?;
-        let added = tracer.add(&selection, outbox);
+        let added = tracer.add(hooks, &selection, outbox);
         let (client, armed) = added.map_err(|error| {
             let kind = match error {
                 ArmError::TooManyClients => RefusalKind::Busy,

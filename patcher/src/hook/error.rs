@@ -1,0 +1,88 @@
+//! Why pads could not be made to do what they are wanted for.
+
+use std::sync::Arc;
+
+use super::HeldBack;
+use crate::arch::OutOfReach;
+use crate::journal::JournalError;
+use crate::kernel::{CpuNumberError, ReturnFormError};
+use crate::machine::StopError;
+use crate::patch::{ApplyError, PlanError, VerifyError};
+use crate::region::RegionError;
+
+/// Wants could not be changed; the guest runs on, and its text is as it was, but for
+/// [`ApplyError::Torn`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HookError {
+    /// It could not be told how the guest's functions return.
+    #[error(transparent)]
+    ReturnForm(#[from] ReturnFormError),
+    /// It could not be told where a CPU's number is.
+    #[error(transparent)]
+    CpuNumber(#[from] CpuNumberError),
+    /// The region has no room for the trampoline.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// An instruction does not reach.
+    #[error(transparent)]
+    OutOfReach(#[from] OutOfReach),
+    /// No other function can be called in place of this one.
+    #[error(
+        "{function} can't be redirected: its {prefix} has signed the return address before its pad \
+         comes, and the new function would not expect that"
+    )]
+    Signed {
+        /// The function.
+        function: Box<str>,
+        /// What stands in front of its pad.
+        prefix: &'static str,
+    },
+    /// The sites can't be patched together.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The guest could not be stopped.
+    #[error(transparent)]
+    Stop(#[from] StopError),
+    /// A site is not what it was a moment ago.
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+    /// Writing failed.
+    #[error(transparent)]
+    Apply(#[from] ApplyError),
+    /// What is going to be written can't be noted.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The kernel is not there any more.
+    #[error("the guest does not run the kernel any more that was found in it; nothing was written")]
+    OtherKernel,
+    /// The witness did not want it.
+    #[error("it was not the time for it; nothing was written")]
+    HeldBack,
+}
+
+impl From<HeldBack> for HookError {
+    fn from(HeldBack: HeldBack) -> Self {
+        Self::HeldBack
+    }
+}
+
+/// The armed functions could not all be put back.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReleaseError {
+    /// The guest could not be stopped; its functions stay armed.
+    #[error("the guest could not be stopped to put its functions back: {0}")]
+    Stop(#[from] StopError),
+    /// What is to be there instead could not be made or noted; the functions stay armed.
+    #[error("functions could not be put back: {0}")]
+    Hook(#[source] Box<HookError>),
+    /// Some sites could not be written.
+    #[error("{count} functions could not be put back, {first} the first of them: end this guest")]
+    Failed {
+        /// How many.
+        count: usize,
+        /// The first.
+        first: Arc<str>,
+    },
+}

@@ -1,0 +1,211 @@
+//! The stops in which pads change.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Changed, HookError, ReleaseError, Witness};
+use crate::addr::Gva;
+use crate::kernel::Kernel;
+use crate::machine::{Machine, StopError, StopTimes, Stopped};
+use crate::patch::{
+    Applied, ApplyError, Foreign, Ours, Patchset, Prepared, Revert, Reverted, VerifyError,
+};
+
+/// How often a stop is tried again when a vCPU is silent, or stands where it must not.
+const TRIES: u32 = 10;
+
+/// How long a try waits before the next; the first is followed by the shortest wait.
+const BACKOFF: Duration = Duration::from_millis(2);
+
+/// A patchset could not be applied.
+pub(super) struct Failure {
+    pub error: HookError,
+    /// The sites that may not hold what they held before.
+    pub torn: Vec<Gva>,
+}
+
+impl<E: Into<HookError>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        let error = error.into();
+        let torn = match &error {
+            HookError::Apply(ApplyError::Torn { left, .. }) => left.iter().map(|l| l.at).collect(),
+            _ => Vec::new(),
+        };
+        Self { error, torn }
+    }
+}
+
+/// Stops, verifies, asks the witness, writes, resumes; tries again while a vCPU is silent or stands
+/// inside a site.
+pub(super) fn apply(
+    machine: &dyn Machine,
+    kernel: &Kernel,
+    patchset: &Patchset,
+    foreign: Foreign,
+    witness: &mut dyn Witness,
+) -> Result<Changed, Failure> {
+    let prepared = patchset.prepare();
+    let gone = || Changed { gone: true, ..Changed::default() };
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let since = Instant::now();
+        let mut stopped = match machine.stop() {
+            Ok(stopped) => stopped,
+            Err(StopError::Gone) if foreign == Foreign::Leave => return Ok(gone()),
+            Err(StopError::Silent { .. }) if tries < TRIES => {
+                thread::sleep(BACKOFF * tries);
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        if !is_current(machine, kernel, &mut *stopped) {
+            witness.after();
+            drop(stopped);
+            return match foreign {
+                Foreign::Leave => Ok(gone()),
+                Foreign::Refuse => Err(HookError::OtherKernel.into()),
+            };
+        }
+        let mut times = (Duration::ZERO, Duration::ZERO);
+        let result =
+            in_stop(machine, &prepared, foreign, (&mut *stopped, since), witness, &mut times);
+        witness.after();
+        // A guest that ended meanwhile is told of by whoever waits for it.
+        let stop = match stopped.resume() {
+            Ok(stop) => stop,
+            Err(StopError::Gone) => StopTimes::default(),
+            Err(error) => {
+                let torn =
+                    result.map_or_else(|failed| failed.torn, |done| undo(machine, kernel, &done));
+                return Err(Failure { torn, ..Failure::from(error) });
+            }
+        };
+        match result {
+            Ok(applied) => {
+                return Ok(Changed {
+                    written: applied.sites().len(),
+                    already: applied.already(),
+                    foreign: applied.foreign().to_vec(),
+                    gone: false,
+                    stops: vec![stop],
+                    verify: times.0,
+                    write: times.1,
+                });
+            }
+            Err(Failure { error: HookError::Verify(VerifyError::VcpuInside { .. }), .. })
+                if tries < TRIES =>
+            {
+                thread::sleep(BACKOFF * tries);
+            }
+            Err(failure) => return Err(failure),
+        }
+    }
+}
+
+/// What is done while the guest stands, since `since`; how long comparing and the rest took goes into
+/// `times`.
+fn in_stop(
+    machine: &dyn Machine,
+    prepared: &Prepared<'_>,
+    foreign: Foreign,
+    (stopped, since): (&mut dyn Stopped, Instant),
+    witness: &mut dyn Witness,
+    times: &mut (Duration, Duration),
+) -> Result<Applied, Failure> {
+    let begin = Instant::now();
+    let verified = prepared.verify_but_for(foreign, machine.ram(), stopped, machine.vcpus());
+    times.0 = begin.elapsed();
+    let mut verified = verified?;
+    witness.before(verified.stopped(), since)?;
+    let result = verified.apply();
+    times.1 = begin.elapsed() - times.0;
+    Ok(result?)
+}
+
+/// Nobody is told of what was applied, so it must not be: gives the sites where it may be all the same.
+fn undo(machine: &dyn Machine, kernel: &Kernel, applied: &Applied) -> Vec<Gva> {
+    let sites = applied.sites();
+    match release(machine, kernel, sites.iter().map(Ours::from).collect(), &mut ()) {
+        (Some(Released { reverted, .. }), _) => {
+            reverted.failed.iter().map(|left| left.at).collect()
+        }
+        (None, _) => sites.iter().map(|site| site.at).collect(),
+    }
+}
+
+/// What became of sites that were to be put back.
+#[derive(Default)]
+pub(super) struct Released {
+    pub reverted: Reverted,
+    /// Whether there is no such kernel any more.
+    pub gone: bool,
+    pub stops: Vec<StopTimes>,
+}
+
+/// Puts sites back in one stop. A guest that has ended needs nothing put back; memory that it has taken
+/// for something else, or a kernel that is no longer this one, is left alone. What was done comes beside
+/// the error, if there was a stop.
+pub(super) fn release(
+    machine: &dyn Machine,
+    kernel: &Kernel,
+    sites: Vec<Ours<'_>>,
+    witness: &mut dyn Witness,
+) -> (Option<Released>, Result<(), ReleaseError>) {
+    let mut revert = Revert::new(sites);
+    let mut released: Option<Released> = None;
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let mut stopped = match machine.stop() {
+            Ok(stopped) => stopped,
+            Err(StopError::Gone) => {
+                released.get_or_insert_default().gone = true;
+                return (released, Ok(()));
+            }
+            Err(StopError::Silent { .. }) if tries < TRIES => {
+                thread::sleep(BACKOFF * tries);
+                continue;
+            }
+            Err(error) => return (released, Err(error.into())),
+        };
+        let now = released.get_or_insert_default();
+        if is_current(machine, kernel, &mut *stopped) {
+            now.reverted = revert.run(machine.ram(), &mut *stopped);
+        } else {
+            now.gone = true;
+        }
+        witness.after();
+        match stopped.resume() {
+            Ok(times) => now.stops.push(times),
+            // It ends by itself: what was written is written.
+            Err(StopError::Gone) => {}
+            Err(error) => return (released, Err(error.into())),
+        }
+        match now.reverted.failed.first() {
+            Some(_) if !now.gone && tries < TRIES => thread::sleep(BACKOFF * tries),
+            Some(site) if !now.gone => {
+                let (count, first) = (now.reverted.failed.len(), Arc::clone(&site.function));
+                return (released, Err(ReleaseError::Failed { count, first }));
+            }
+            _ => return (released, Ok(())),
+        }
+    }
+}
+
+/// Whether the guest still runs the kernel that was armed. It is asked twice before it is said not to: what
+/// is taken for gone by mistake stays in the guest for good.
+fn is_current(machine: &dyn Machine, kernel: &Kernel, stopped: &mut dyn Stopped) -> bool {
+    (0..2).any(|_| is_run(machine, kernel, stopped))
+}
+
+/// Whether the kernel's tables and its banner are in place, and some vCPU uses them. A warm reset leaves
+/// the former lie in RAM.
+fn is_run(machine: &dyn Machine, kernel: &Kernel, stopped: &mut dyn Stopped) -> bool {
+    let ram = machine.ram();
+    kernel.is_current(ram)
+        && (0..machine.vcpus()).any(|vcpu| {
+            stopped.registers(vcpu).is_ok_and(|registers| kernel.is_run_by(ram, &registers))
+        })
+}
