@@ -7,6 +7,8 @@
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
 
+use object::elf;
+
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::RingLayout;
@@ -207,6 +209,11 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The relocations that payloads may have.
     fn relocations(&self) -> &'static [Relocation];
 
+    /// The names of relocations that the library for ELF files does not know yet.
+    fn newer_relocation_names(&self) -> &'static [(u32, &'static str)] {
+        &[]
+    }
+
     /// The symbols that compilers make functions call as they begin, for the sake of tracing.
     fn compiler_hooks(&self) -> &'static [&'static str] {
         &["__fentry__", "_mcount", "mcount"]
@@ -238,9 +245,10 @@ impl dyn Arch {
     /// The name of a kind of relocation; its number if it has none.
     #[must_use]
     pub fn relocation_name(&self, kind: u32) -> String {
-        let names = object::elf::machine_names(object::elf::Machine(self.elf_machine())).r;
-        let kind = object::elf::RelocationType(kind);
-        names.name(kind).map_or_else(|| kind.to_string(), str::to_owned)
+        let names = elf::machine_names(elf::Machine(self.elf_machine())).r;
+        let newer = self.newer_relocation_names().iter().find(|(newer, _)| *newer == kind);
+        let name = names.name(elf::RelocationType(kind)).or(newer.map(|(_, name)| *name));
+        name.map_or_else(|| kind.to_string(), str::to_owned)
     }
 }
 

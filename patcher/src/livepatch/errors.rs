@@ -118,6 +118,9 @@ impl fmt::Display for Candidates<'_> {
     }
 }
 
+/// The most reasons that are shown.
+const MOST_SHOWN: usize = 64;
+
 /// All reasons why a payload does not fit a kernel, one at least.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResolveErrors(pub(super) Vec<ResolveError>);
@@ -131,11 +134,14 @@ impl ResolveErrors {
 
 impl fmt::Display for ResolveErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, error) in self.0.iter().enumerate() {
+        for (index, error) in self.0.iter().enumerate().take(MOST_SHOWN) {
             let separator = if index == 0 { "" } else { "; " };
             write!(f, "{separator}{error}")?;
         }
-        Ok(())
+        match self.0.len().checked_sub(MOST_SHOWN) {
+            None | Some(0) => Ok(()),
+            Some(more) => write!(f, "; and {more} more"),
+        }
     }
 }
 

@@ -170,6 +170,33 @@ impl Resolved {
     }
 }
 
+#[cfg(test)]
+impl Resolved {
+    /// Where a section is.
+    pub(super) fn section_at(&self, placement: &Placement, index: usize) -> Gva {
+        Linker::new(self, placement).expect("the room was asked for").section(index)
+    }
+
+    /// Where the table of addresses is.
+    pub(super) fn table_at(&self, placement: &Placement) -> Gva {
+        let linker = Linker::new(self, placement).expect("the room was asked for");
+        linker.bases[part_index(SectionPart::Constants)] + self.layout.table
+    }
+
+    /// Gives the entries of that table the order of `addresses`.
+    pub(super) fn sort_table(&mut self, placement: &Placement, addresses: &[u64]) {
+        let linker = Linker::new(self, placement).expect("the room was asked for");
+        let symbols = 0..self.layout.entries.len();
+        let entries = symbols.map(|symbol| {
+            self.layout.entries[symbol]?;
+            let wanted = linker.address(symbol)?;
+            let index = addresses.iter().position(|address| *address == wanted);
+            Some(ENTRY * index.expect("the linker's table has every address") as u64)
+        });
+        self.layout.entries = entries.collect();
+    }
+}
+
 /// Puts the bytes together.
 struct Linker<'a> {
     resolved: &'a Resolved,

@@ -128,15 +128,6 @@ impl PayloadOptions {
         Ok(options)
     }
 
-    /// Adds what another section says.
-    pub(super) fn extend(&mut self, other: Self) {
-        self.maps.extend(other.maps);
-        self.helpers.extend(other.helpers);
-        self.releases.extend(other.releases);
-        self.build_ids.extend(other.build_ids);
-        self.consistent |= other.consistent;
-    }
-
     fn add(&mut self, pair: &str) -> Result<(), OptionsError> {
         let (key, value) =
             pair.split_once('=').ok_or_else(|| OptionsError::NoPair { text: pair.to_owned() })?;

@@ -27,6 +27,9 @@ const MAX_RELOCATIONS: usize = 1 << 20;
 /// The most that a section is aligned to: a page.
 const MAX_ALIGN: u64 = 4096;
 
+/// The most bytes of all names together.
+const MAX_NAMES: usize = 32 << 20;
+
 /// The longest name: one longer than the kernel's longest (`KSYM_NAME_LEN`) means nothing to it.
 pub(super) const MAX_NAME: usize = 512;
 
@@ -86,6 +89,7 @@ pub(super) struct PayloadSymbol {
     pub(super) home: Home,
     pub(super) value: u64,
     pub(super) is_function: bool,
+    pub(super) is_variable: bool,
     pub(super) is_weak: bool,
 }
 
@@ -346,26 +350,24 @@ impl Reader<'_> {
             dropped: Vec::new(),
             table: None,
         };
+        let mut kept = vec![Kept::Out; self.sections.len()];
+        let mut loaded = 0;
+        for (index, section) in self.sections.enumerate() {
+            if let Some(placed) = self.read_section(section, &mut contents, &mut loaded)? {
+                kept[index.0] = Kept::Placed(contents.sections.len());
+                contents.sections.push(placed);
+            }
+        }
         if let Some(module) = &self.module {
             contents.table = Some(module.table.clone());
             contents.options.consistent = true;
             contents.options.releases.extend(module.release.as_deref().map(Glob::new));
         }
-        let mut kept = vec![Kept::Out; self.sections.len()];
-        for (index, section) in self.sections.enumerate() {
-            if let Some(placed) = self.read_section(section, &mut contents)? {
-                kept[index.0] = Kept::Placed(contents.sections.len());
-                contents.sections.push(placed);
-            }
-        }
-        let len = contents.sections.iter().fold(0, |sum: u64, section| {
-            sum.saturating_add(section.len).saturating_add(section.align)
-        });
-        if len > MAX_LOADED {
-            return Err(PayloadError::TooLarge { len });
-        }
+        let mut names = 0;
         for (index, symbol) in self.symbols.enumerate() {
             let symbol = self.read_symbol(index, symbol, &kept, &mut contents.options.maps)?;
+            names += symbol.name.len();
+            check_count("bytes of names", names, MAX_NAMES)?;
             contents.symbols.push(symbol);
         }
         let mut count = 0;
@@ -382,6 +384,7 @@ impl Reader<'_> {
         &self,
         section: &Section<'_>,
         contents: &mut Contents,
+        loaded: &mut u64,
     ) -> Result<Option<PayloadSection>, PayloadError> {
         let flags = section.sh_flags(self.endian);
         let is_loaded = flags.contains(elf::SHF_ALLOC);
@@ -397,8 +400,11 @@ impl Reader<'_> {
         let part = match own.unwrap_or_else(|| sections::fate(&name, flags)) {
             Fate::Placed(part) => part,
             Fate::Options => {
-                let options = PayloadOptions::parse(section.data(self.endian, self.file)?)?;
-                contents.options.extend(options);
+                if contents.options != PayloadOptions::default() {
+                    let problem = "is there twice";
+                    return Err(PayloadError::SectionShape { section: name, problem });
+                }
+                contents.options = PayloadOptions::parse(section.data(self.endian, self.file)?)?;
                 return Ok(None);
             }
             Fate::Dropped(reason) => {
@@ -417,8 +423,10 @@ impl Reader<'_> {
         if flags.contains(elf::SHF_COMPRESSED) {
             return Err(shape("is compressed, which only sections for debuggers may be"));
         }
-        if len > MAX_LOADED {
-            return Err(PayloadError::TooLarge { len });
+        // Sections of a made-up file may share its bytes, so that they take more than the file has.
+        *loaded = loaded.saturating_add(len).saturating_add(align);
+        if *loaded > MAX_LOADED {
+            return Err(PayloadError::TooLarge { len: *loaded });
         }
         let bytes = match section.sh_type(self.endian) {
             elf::SHT_PROGBITS => section.data(self.endian, self.file)?.to_vec(),
@@ -477,6 +485,7 @@ impl Reader<'_> {
             home,
             value: symbol.st_value(self.endian),
             is_function: kind == elf::STT_FUNC,
+            is_variable: kind == elf::STT_OBJECT,
             is_weak: symbol.is_weak(),
         })
     }

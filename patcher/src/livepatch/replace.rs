@@ -53,6 +53,18 @@ fn is_function(symbol: &Symbol<'_>) -> bool {
     matches!(symbol.kind, b't' | b'T' | b'w' | b'W')
 }
 
+/// Whether a function of that name replaces the kernel's of the same name, where nothing says
+/// otherwise.
+fn replaces_its_namesake(kernel: &KernelView<'_>, name: &str) -> bool {
+    is_own_name(name)
+        && !kernel.arch.is_branch_thunk(name)
+        && kernel.arch.payload_return_thunk() != Some(name)
+        && kernel.symbols.named(name).any(|symbol| is_function(&symbol))
+}
+
+/// A function of the kernel's: its name and where it is.
+type Entry = (Arc<str>, Range<Gva>);
+
 /// A replacement and the number of the payload's symbol.
 pub(super) type Numbered = (usize, Replacement);
 
@@ -74,31 +86,34 @@ pub(super) fn find(
     }
     let mut found: Vec<Numbered> = Vec::new();
     let mut taken: FxHashMap<Gva, Arc<str>> = FxHashMap::default();
+    // A name is looked up once, however many functions of a made-up object have it.
+    let mut looked_up: FxHashMap<&str, Vec<Entry>> = FxHashMap::default();
     for (index, symbol) in object.symbols.iter().enumerate() {
         let Home::Section(section) = symbol.home else { continue };
         if !symbol.is_function || object.sections[section].part != SectionPart::Text {
             continue;
         }
         let name = &symbol.name;
-        let mut wanted = Vec::new();
-        if object.table.is_some() {
-            for map in by_index.get(&index).into_iter().flatten() {
-                wanted.push(entry(kernel, map, errors));
-            }
-        } else if let Some(maps) = by_new.get(&**name) {
-            for map in maps {
-                wanted.push(entry(kernel, map, errors));
-            }
-        } else if is_own_name(name)
-            && !helpers.contains(&**name)
-            && !kernel.arch.is_branch_thunk(name)
-            && kernel.arch.payload_return_thunk() != Some(name)
-            && kernel.symbols.named(name).any(|symbol| is_function(&symbol))
-        {
-            let map = Map { new: name.clone(), old: name.clone(), position: None };
-            wanted.push(entry(kernel, &map, errors));
-        }
-        for (old_name, old) in wanted.into_iter().flatten() {
+        // A table says which symbol it means, and maps which name.
+        let tabled = object.table.as_ref().map(|_| {
+            let maps = by_index.get(&index).into_iter().flatten();
+            maps.filter_map(|map| entry(kernel, map, errors)).collect::<Vec<_>>()
+        });
+        let wanted = match &tabled {
+            Some(wanted) => wanted,
+            None => looked_up.entry(name).or_insert_with(|| {
+                let own = Map { new: name.clone(), old: name.clone(), position: None };
+                let maps = match by_new.get(&**name) {
+                    Some(maps) => maps.clone(),
+                    None if helpers.contains(&**name) || !replaces_its_namesake(kernel, name) => {
+                        vec![]
+                    }
+                    None => vec![&own],
+                };
+                maps.into_iter().filter_map(|map| entry(kernel, map, errors)).collect()
+            }),
+        };
+        for (old_name, old) in wanted.iter().cloned() {
             if let Some(first) = taken.insert(old.start, name.clone()) {
                 let (old, second) = (old_name, name.clone());
                 errors.push(ResolveError::TwoDefinitions { old, first, second });
@@ -114,11 +129,7 @@ pub(super) fn find(
 }
 
 /// Where the function is that `map` says is to be replaced.
-fn entry(
-    kernel: &KernelView<'_>,
-    map: &Map,
-    errors: &mut Vec<ResolveError>,
-) -> Option<(Arc<str>, Range<Gva>)> {
+fn entry(kernel: &KernelView<'_>, map: &Map, errors: &mut Vec<ResolveError>) -> Option<Entry> {
     let positions = Positions::of(kernel.symbols, &map.old, is_function);
     let at = match positions.choose(map) {
         Ok(Some(at)) => at,

@@ -10,6 +10,7 @@ use super::klp;
 use super::link::Layout;
 use super::options::Map;
 use super::payload::{Contents, Home, Payload, PayloadSymbol};
+use super::remarks::{self, Remark};
 use super::replace::{self, Replacement};
 use crate::addr::Gva;
 use crate::arch::{Arch, ReturnForm};
@@ -48,6 +49,7 @@ pub struct Resolved {
     /// What each symbol stands for; [`Target::Unused`] where nothing refers to it.
     pub(super) targets: Vec<Target>,
     pub(super) layout: Layout,
+    remarks: Vec<Remark>,
 }
 
 /// What a symbol stands for.
@@ -91,9 +93,10 @@ impl Payload {
         if !errors.is_empty() {
             return Err(ResolveErrors(errors));
         }
-        let (new, replacements) = found.into_iter().unzip();
+        let (new, replacements): (Vec<_>, Vec<_>) = found.into_iter().unzip();
         let layout = Layout::new(&object);
-        Ok(Resolved { object, replacements, new, targets, layout })
+        let remarks = remarks::find(&object, kernel, &replacements);
+        Ok(Resolved { object, replacements, new, targets, layout, remarks })
     }
 }
 
@@ -102,6 +105,12 @@ impl Resolved {
     #[must_use]
     pub fn sizes(&self) -> PayloadSizes {
         self.layout.sizes
+    }
+
+    /// What may be meant otherwise.
+    #[must_use]
+    pub fn remarks(&self) -> &[Remark] {
+        &self.remarks
     }
 
     /// The functions that are replaced.
@@ -186,21 +195,21 @@ impl Targets<'_> {
         let mut used: Vec<usize> = places.map(|place| place.symbol).collect();
         used.sort_unstable();
         used.dedup();
-        let mut failed = FxHashSet::default();
-        let mut mapped = FxHashSet::default();
+        // A name is looked up once, however many symbols of a made-up object have it.
+        let mut looked_up: FxHashMap<&str, Option<Target>> = FxHashMap::default();
         for index in used {
             let symbol = &self.object.symbols[index];
-            let map = maps.get(&*symbol.name).copied();
-            match self.target(symbol, map) {
-                Ok(target) => targets[index] = target,
-                Err(error) => {
-                    if failed.insert(&*symbol.name) {
-                        errors.push(error);
-                    }
-                }
-            }
-            mapped.insert(&*symbol.name);
+            let mut look_up = || {
+                let target = self.target(symbol, maps.get(&*symbol.name).copied());
+                target.map_err(|error| errors.push(error)).ok()
+            };
+            let target = match symbol.home {
+                Home::Undefined => *looked_up.entry(&symbol.name).or_insert_with(look_up),
+                _ => look_up(),
+            };
+            targets[index] = target.unwrap_or(Target::Unused);
         }
+        let mapped = looked_up.into_keys().collect();
         self.check_maps(&mapped, errors);
         targets
     }

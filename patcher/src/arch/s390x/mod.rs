@@ -206,6 +206,10 @@ impl Arch for S390X {
         relocations::RELOCATIONS
     }
 
+    fn newer_relocation_names(&self) -> &'static [(u32, &'static str)] {
+        relocations::NEWER_NAMES
+    }
+
     fn silence_call(&self, text: &mut [u8], field: usize) -> bool {
         relocations::silence_call(text, field)
     }

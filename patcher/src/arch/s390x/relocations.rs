@@ -14,6 +14,14 @@ const R_390_PLT12DBL: elf::RelocationType = elf::RelocationType(63);
 const R_390_PC24DBL: elf::RelocationType = elf::RelocationType(64);
 const R_390_PLT24DBL: elf::RelocationType = elf::RelocationType(65);
 
+/// Their names.
+pub(super) const NEWER_NAMES: &[(u32, &str)] = &[
+    (R_390_PC12DBL.0, "R_390_PC12DBL"),
+    (R_390_PLT12DBL.0, "R_390_PLT12DBL"),
+    (R_390_PC24DBL.0, "R_390_PC24DBL"),
+    (R_390_PLT24DBL.0, "R_390_PLT24DBL"),
+];
+
 /// What gcc and clang emit with the kernel's flags, and what assembly may hold beside it.
 pub(super) const RELOCATIONS: &[Relocation] = &[
     row(elf::R_390_NONE, Value::Nothing, 0, |_, _| Ok(())),
@@ -28,11 +36,11 @@ pub(super) const RELOCATIONS: &[Relocation] = &[
     row(elf::R_390_PC64, Value::Relative, 8, put),
     row(R_390_PC12DBL, Value::Relative, 2, halfwords::<12>),
     row(elf::R_390_PC16DBL, Value::Relative, 2, halfwords::<16>),
-    row(R_390_PC24DBL, Value::Relative, 4, halfwords::<24>),
+    row(R_390_PC24DBL, Value::Relative, 3, halfwords::<24>),
     row(elf::R_390_PC32DBL, Value::Relative, 4, halfwords::<32>),
     row(R_390_PLT12DBL, Value::Relative, 2, halfwords::<12>),
     row(elf::R_390_PLT16DBL, Value::Relative, 2, halfwords::<16>),
-    row(R_390_PLT24DBL, Value::Relative, 4, halfwords::<24>),
+    row(R_390_PLT24DBL, Value::Relative, 3, halfwords::<24>),
     row(elf::R_390_PLT32DBL, Value::Relative, 4, halfwords::<32>),
     row(elf::R_390_PLT32, Value::Relative, 4, |at, value| put(at, signed(value, 32)? as u64)),
     row(elf::R_390_PLT64, Value::Relative, 8, put),

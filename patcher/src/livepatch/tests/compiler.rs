@@ -20,16 +20,17 @@ const COMMON: &[&str] = &[
     "-Werror",
 ];
 
-/// A compiler and the flags with which a kernel is built by it.
+/// A toolchain and the flags with which a kernel is built by it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Compiler {
-    pub(super) program: &'static str,
+    /// What the names of its programs begin with.
+    pub(super) prefix: &'static str,
     flags: &'static [&'static str],
 }
 
 /// arch/x86/Makefile
 pub(super) const X86_64: Compiler = Compiler {
-    program: "gcc",
+    prefix: "",
     flags: &[
         "-m64",
         "-mno-sse",
@@ -40,6 +41,18 @@ pub(super) const X86_64: Compiler = Compiler {
         "-fno-PIE",
         "-fno-jump-tables",
     ],
+};
+
+/// arch/s390/Makefile
+pub(super) const S390X: Compiler = Compiler {
+    prefix: "s390x-linux-gnu-",
+    flags: &["-m64", "-march=z10", "-mbackchain", "-mpacked-stack", "-msoft-float"],
+};
+
+/// arch/arm64/Makefile
+pub(super) const AARCH64: Compiler = Compiler {
+    prefix: "aarch64-linux-gnu-",
+    flags: &["-mgeneral-regs-only", "-mno-outline-atomics", "-mabi=lp64", "-fno-PIE"],
 };
 
 /// A folder that is gone with its owner.
@@ -77,6 +90,11 @@ pub(super) fn run(command: &mut Command) {
 }
 
 impl Compiler {
+    /// One of the toolchain's programs.
+    pub(super) fn tool(&self, name: &str) -> Command {
+        Command::new(format!("{}{name}", self.prefix))
+    }
+
     /// Compiles C, or with `.s` as the suffix assembly, into `folder`.
     pub(super) fn compile_into(
         &self,
@@ -87,9 +105,16 @@ impl Compiler {
     ) -> PathBuf {
         let (input, output) = (folder.file(&format!("payload{suffix}")), folder.file("payload.o"));
         fs::write(&input, source).expect("the folder can be written");
-        let mut command = Command::new(self.program);
+        let mut command = self.tool("gcc");
         run(command.args(COMMON).args(self.flags).args(flags).arg(input).arg("-o").arg(&output));
         output
+    }
+
+    /// The object made of this assembly.
+    pub(super) fn assemble(&self, source: &str) -> Vec<u8> {
+        let folder = Folder::new();
+        let object = self.compile_into(&folder, source, ".s", &[]);
+        fs::read(object).expect("the assembler has written it")
     }
 
     /// The object made of this C.
