@@ -13,14 +13,14 @@ const TEXT: &[u8] = b"a kernel, packed for a test\n";
 const PACKED: [(Packing, &[u8]); 4] = [
     (
         Packing::Gzip,
-        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x02\x03KT\xc8N-\xcaK\xcd\xd1Q(HL\xceNMQH\xcb/R(I-.\xe1\x02\
-          \x00C\xd9\xaf\xfe\x1c\x00\x00\x00",
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x02\x03KT\xc8N-\xcaK\xcd\xd1\
+          Q(HL\xceNMQH\xcb/RHT(I-.\xe1\x02\x00C\xd9\xaf\xfe\x1c\x00\x00\x00",
     ),
     (
         Packing::Xz,
-        b"\xfd7zXZ\x00\x00\x01i\"\xde6\x02\x04\x01\x00!\x01\x1a\x00\x01\xc9\x80\xb3\x01\x00\x1ba kernel\
-          , packed for a test\n\x00C\xd9\xaf\xfe\x00\x010\x1c\x97\xdf\xc1\xeb\x90B\x99\r\x01\x00\x00\
-          \x00\x00\x01YZ",
+        b"\xfd7zXZ\x00\x00\x01i\"\xde6\x02\x01\x04\x00!\x01\x1a\x00\x01\xc9\x80\xb3\x01\x00\x1b\
+          a kernel, packed for a test\n\
+          \x00C\xd9\xaf\xfe\x00\x010\x1c\x97\xdf\xc1\xeb\x90B\x99\x0d\x01\x00\x00\x00\x00\x01YZ",
     ),
     (
         Packing::Zstd,
@@ -116,7 +116,7 @@ fn an_aarch64_image_is_found_bare_packed_and_in_an_efi_program() {
     assert_eq!(image_in(arm64(u64::MAX), 1).unwrap().1.len(), 4096);
     assert!(matches!(image_in(gzip(&gzip(&gzip(&image))), 2), Err(FormatError::NoPayload)));
     let mut cut = zboot(&gzip(&image));
-    cut.truncate(100);
+    cut.truncate(70);
     assert!(matches!(image_in(cut, 2), Err(FormatError::Truncated)));
 }
 
