@@ -39,7 +39,7 @@ const LEAST_IMAGE: usize = 1 << 20;
 
 /// How many places of a file are taken for packed data that only look like it; s390x kernels of
 /// distributions have up to four.
-const MAX_TRIES: usize = 64;
+const MAX_TRIES: usize = 16;
 
 /// How deep files are packed within each other: a packed file that holds packed data.
 const MAX_DEPTH: usize = 2;

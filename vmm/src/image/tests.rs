@@ -22,14 +22,8 @@ const PACKED: [(Packing, &[u8]); 4] = [
           a kernel, packed for a test\n\
           \x00C\xd9\xaf\xfe\x00\x010\x1c\x97\xdf\xc1\xeb\x90B\x99\x0d\x01\x00\x00\x00\x00\x01YZ",
     ),
-    (
-        Packing::Zstd,
-        b"(\xb5/\xfd\x04h\xe1\x00\x00a kernel, packed for a test\n\"p\x03\xe1",
-    ),
-    (
-        Packing::Lz4,
-        b"\x02!L\x18\x1e\x00\x00\x00\xf0\x0da kernel, packed for a test\n",
-    ),
+    (Packing::Zstd, b"(\xb5/\xfd\x04h\xe1\x00\x00a kernel, packed for a test\n\"p\x03\xe1"),
+    (Packing::Lz4, b"\x02!L\x18\x1e\x00\x00\x00\xf0\x0da kernel, packed for a test\n"),
 ];
 
 #[test]

@@ -122,8 +122,9 @@ fn symbols(bytes: &[u8], order: ByteOrder, end: usize, last: usize, base: Gva) -
     };
     begins.find(|begin| {
         let (first, others) = bytes[*begin..end].split_at(SYMBOL);
-        let values = others.chunks_exact(SYMBOL).map(|symbol| word(symbol, SYMBOL_VALUE, order));
-        first.iter().all(|byte| *byte == 0) && values.into_iter().all(is_in_image)
+        let mut values =
+            others.chunks_exact(SYMBOL).map(|symbol| word(symbol, SYMBOL_VALUE, order));
+        first.iter().all(|byte| *byte == 0) && values.all(is_in_image)
     })
 }
 
