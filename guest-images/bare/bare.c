@@ -48,14 +48,15 @@ struct cpu {
 	u64 expected;
 	u64 found;
 	u64 probes;	/* breakpoints hit */
-	u64 stuck;	/* counts while nothing else can be done */
+	u64 stuck;	/* counts while nothing else is done */
 };
 
 struct {
 	u64 wanted;	/* rounds, written by the host */
 	u64 calls;
 	u64 only;	/* the one function that is called, written by the host; all if 0 */
-	u64 unused[5];
+	u64 held;	/* the processor, counted from 1, that waits before each call; written by the host */
+	u64 unused[4];
 	struct cpu cpu[2];
 } volatile shared = { .calls = CALLS };
 
@@ -94,6 +95,8 @@ static void call_once(int cpu, const struct pad *pad, u64 *random)
 	FLAGS(call->in);
 	for (int i = 0; i < 8; i++)
 		call->stack[i] = ~call->in[i];
+	while (shared.held == (u64)cpu + 1)
+		shared.cpu[cpu].stuck++;
 	call_checked(pad->function, call);
 	for (int i = 0; i < REGISTERS; i++) {
 		compare(cpu, pad->function, i, call->in[i], call->body[i]);

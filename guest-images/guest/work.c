@@ -18,6 +18,15 @@
  *                      writes random words all over that guest-physical memory, through /dev/mem
  *   wait-console-line  prints VMM-READY and waits for a line on standard input
  *   exec:PATH          runs a shell script
+ *   shell              runs each line of standard input as a shell script, until one says "exit", and
+ *                      prints "VMM-SHELL-END STATUS" behind what it prints
+ *   null-lseek:FILE    asks for offsets in /dev/null until FILE exists
+ *   loadavg:FILE       reads /proc/loadavg and sysinfo(2) in turn until FILE exists
+ *   pipe-read:FILE     reads a byte from a pipe, which comes when FILE exists
+ *
+ * The two that ask the kernel the same again and again sort its answers into those of the stock kernel
+ * and those of samples/livepatch, and say "VMM-ANSWERS ITEM old=N new=N wrong=N switches=N": what is
+ * neither is wrong, and a switch is an answer of another kind than the one before.
  *
  * Each item's process is named NAME and prints "VMM-WORK-BEGIN ITEM", then "VMM-WORK-END ITEM count=N ms=T" or
  * "VMM-WORK-FAILED ITEM: REASON". The exit status is 1 if any item failed.
@@ -35,7 +44,9 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/sysinfo.h>
 #include <sys/wait.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -272,6 +283,134 @@ static long exec(void)
 	return 1;
 }
 
+static long shell(void)
+{
+	char line[4096];
+	long count = 0;
+	struct termios terminal;
+	/* What comes in is not to be among what goes out. */
+	if (tcgetattr(STDIN_FILENO, &terminal) == 0) {
+		terminal.c_lflag &= ~ECHO;
+		tcsetattr(STDIN_FILENO, TCSANOW, &terminal);
+	}
+	say("VMM-READY\n");
+	while (fgets(line, sizeof line, stdin)) {
+		line[strcspn(line, "\r\n")] = 0;
+		if (strcmp(line, "exit") == 0)
+			return count;
+		pid_t child = fork();
+		if (child == 0) {
+			execl("/bin/sh", "sh", "-c", line, (char *)NULL);
+			_exit(127);
+		}
+		int status;
+		if (child < 0 || waitpid(child, &status, 0) != child)
+			fail("%s", strerror(errno));
+		say("VMM-SHELL-END %d\n", WIFEXITED(status) ? WEXITSTATUS(status) : 128);
+		count++;
+	}
+	fail("standard input ended without \"exit\"");
+	return 0;
+}
+
+static int exists(const char *path)
+{
+	return access(path, F_OK) == 0;
+}
+
+enum kind { OLD, NEW, WRONG, NONE };
+
+static long answers[3], switches;
+static enum kind last = NONE;
+
+static void count(enum kind kind)
+{
+	answers[kind]++;
+	switches += last != NONE && last != kind;
+	last = kind;
+}
+
+static long say_answers(void)
+{
+	say("VMM-ANSWERS %s old=%ld new=%ld wrong=%ld switches=%ld\n", item, answers[OLD], answers[NEW],
+	    answers[WRONG], switches);
+	return answers[OLD] + answers[NEW] + answers[WRONG];
+}
+
+static long null_lseek(void)
+{
+	const char *end = argument(0);
+	int file = open("/dev/null", O_RDONLY);
+	if (file < 0)
+		fail("open /dev/null: %s", strerror(errno));
+	for (off_t offset = 1; offset % 1000 != 0 || !exists(end); offset++) {
+		off_t answer = lseek(file, offset, SEEK_SET);
+		count(answer == 0 ? OLD : answer == offset ? NEW : WRONG);
+	}
+	return say_answers();
+}
+
+/* What samples/livepatch/shared-state.c adds to load averages and to the number of running tasks. */
+#define MARK 1000
+
+static enum kind loadavg_kind(const char *text)
+{
+	unsigned long reading, load;
+	unsigned running;
+	double loads[3];
+	if (sscanf(text, "patched: reading %lu, load %lu.00, %u running", &reading, &load, &running) == 3)
+		return load > MARK && running > MARK ? NEW : WRONG;
+	if (sscanf(text, "%lf %lf %lf %u/", &loads[0], &loads[1], &loads[2], &running) != 4)
+		return WRONG;
+	return loads[0] < MARK && loads[1] < MARK && loads[2] < MARK && running < MARK ? OLD : WRONG;
+}
+
+static long loadavg(void)
+{
+	const char *end = argument(0);
+	int file = open("/proc/loadavg", O_RDONLY);
+	if (file < 0)
+		fail("open /proc/loadavg: %s", strerror(errno));
+	for (long i = 1; i % 100 != 0 || !exists(end); i++) {
+		char text[256];
+		ssize_t got = pread(file, text, sizeof text - 1, 0);
+		if (got < 0)
+			fail("read /proc/loadavg: %s", strerror(errno));
+		text[got] = 0;
+		enum kind kind = loadavg_kind(text);
+		if (kind == WRONG)
+			say("VMM-WRONG %s", text);
+		count(kind);
+		struct sysinfo info;
+		if (sysinfo(&info) < 0)
+			fail("sysinfo: %s", strerror(errno));
+		count(info.loads[0] >> SI_LOAD_SHIFT >= MARK ? NEW : OLD);
+	}
+	return say_answers();
+}
+
+static long pipe_until(void)
+{
+	const char *end = argument(0);
+	int ends[2];
+	if (pipe(ends) < 0)
+		fail("pipe: %s", strerror(errno));
+	pid_t child = fork();
+	if (child == 0) {
+		while (!exists(end))
+			usleep(10000);
+		_exit(write(ends[1], "", 1) != 1);
+	}
+	char byte;
+	ssize_t got = read(ends[0], &byte, 1);
+	if (got < 0)
+		fail("read: %s", strerror(errno));
+	int status;
+	if (child < 0 || waitpid(child, &status, 0) != child)
+		fail("%s", strerror(errno));
+	return got;
+}
+
 static const struct {
 	const char *name;
 	long (*run)(void);
@@ -281,7 +420,9 @@ static const struct {
 	{ "spin", spin },	    { "idle", idle },
 	{ "scribble", scribble },   { "delay", idle },	    { "wait-console-line", wait_console_line },
 	{ "pipe", pipe_read },	    { "threads", threads },
-	{ "exec", exec },
+	{ "exec", exec },	    { "shell", shell },
+	{ "null-lseek", null_lseek }, { "loadavg", loadavg },
+	{ "pipe-read", pipe_until },
 };
 
 static void pin(const char *cpu)

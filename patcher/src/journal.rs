@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! vmm-journal 2
-//! region <code, guest-virtual> <bytes> <constants> <bytes> <data> <bytes> <rings> <bytes>
+//! region <guest-physical> <code, guest-virtual> <bytes> <constants> <bytes> <data> <bytes> <rings> <bytes>
 //! taken <bytes of trampolines> <of payload text> <of it ever executed> <of constants> <of data>
 //! site <guest-physical> <guest-virtual> <original bytes> <our bytes> <function>
 //! end <number of sites>
@@ -33,6 +33,8 @@ const LIMIT: u64 = 64 << 20;
 /// Where the region is mapped in a guest's kernel, and how much of it is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionMark {
+    /// Where its memory begins, which is that of its code.
+    pub memory: Gpa,
     /// Trampolines and payload text.
     pub code: PartMark,
     /// Constants of payloads.
@@ -285,7 +287,7 @@ fn spell(content: &Content) -> String {
     let mut text = format!("{HEADER}\n");
     // Writing to a String does not fail.
     if let Some(mark) = content.region {
-        text.push_str("region");
+        let _ = write!(text, "region {:x}", mark.memory.0);
         for part in [mark.code, mark.constants, mark.data, mark.rings] {
             let _ = write!(text, " {:x} {:x}", part.at.0, part.len);
         }
@@ -349,11 +351,12 @@ fn numbers<const N: usize>(text: &str) -> Option<[u64; N]> {
 }
 
 fn region(parts: &str, taken: &str) -> Option<RegionMark> {
-    let [code, code_len, constants, constants_len, data, data_len, rings, rings_len] =
+    let [memory, code, code_len, constants, constants_len, data, data_len, rings, rings_len] =
         numbers(parts)?;
     let [used, text, executed, constants_taken, data_taken] = numbers(taken)?;
     let part = |at, len| PartMark { at: Gva(at), len };
     Some(RegionMark {
+        memory: Gpa(memory),
         code: part(code, code_len),
         constants: part(constants, constants_len),
         data: part(data, data_len),
@@ -403,6 +406,7 @@ pub(crate) mod tests {
     pub fn a_mark() -> RegionMark {
         let part = |at, len| PartMark { at: Gva(at), len };
         RegionMark {
+            memory: Gpa(0x2000_0000),
             code: part(0xffff_ffff_bee0_0000, 2 << 20),
             constants: part(0xffff_ffff_bf00_0000, 2 << 20),
             data: part(0xffff_ffff_bf20_0000, 2 << 20),

@@ -33,6 +33,13 @@ pub trait Machine: Sync {
         None
     }
 
+    /// How often the guest was reset since it is under the engine's control, as far as the engine is
+    /// told: each time its kernel was gone, and all that was in it. A reset that ends the guest does
+    /// not count.
+    fn resets(&self) -> u64 {
+        0
+    }
+
     /// Takes one vCPU out of the guest, reads its registers and lets it run on. The others are not
     /// touched.
     ///
@@ -209,12 +216,13 @@ pub struct Aarch64Registers {
 pub enum StopError {
     /// A vCPU did not leave the guest in time. All vCPUs run as before.
     #[error(
-        "vCPU {vcpu} did not stop within {} ms; the guest runs on unchanged",
+        "{} did not stop within {} ms; the guest runs on unchanged",
+        vcpu.map_or_else(|| "the vCPUs".to_owned(), |vcpu| format!("vCPU {vcpu}")),
         waited.as_millis()
     )]
     Silent {
-        /// The first vCPU that did not answer.
-        vcpu: usize,
+        /// The first vCPU that did not answer, where the engine can tell.
+        vcpu: Option<usize>,
         /// How long it was waited for.
         waited: Duration,
     },

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
-use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, text_len};
+use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, assemble_stub, stub_ip, text_len};
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
@@ -25,14 +25,17 @@ pub const CPUS: usize = 2;
 /// Calls of each function from each processor in a round: `CALLS` of `bare/bare.c`.
 pub const CALLS: u64 = 8;
 
-/// Words of what is shared: rounds wanted, and the one function that is called.
+/// Words of what is shared: rounds wanted, the one function that is called, and the processor that
+/// waits before each call.
 const WANTED: u64 = 0;
 const ONLY: u64 = 2;
+const HELD: u64 = 3;
 
 /// `struct cpu` of `bare/bare.c`, in words of eight bytes.
 const CPU_WORDS: u64 = 8;
 const WRONG: Range<u64> = 1..6;
 const PROBES: u64 = 6;
+const STUCK: u64 = 7;
 
 /// Where the guest sees the region.
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +59,11 @@ pub struct Driver<'m> {
     rings: RingLayout,
     code: CodeSpace,
     trampolines: BTreeMap<u16, Range<Gva>>,
+    /// Functions with stubs, by the low half of the address that the records of these carry.
+    stubs: BTreeMap<u32, String>,
     readers: Vec<RingReader>,
+    /// Instructions from where a processor is held to the call.
+    way_to_a_call: usize,
 }
 
 impl<'m> Driver<'m> {
@@ -82,7 +89,9 @@ impl<'m> Driver<'m> {
             rings,
             code: CodeSpace::new(region.code, machine.region(Part::Code).memory.len() as u64),
             trampolines: BTreeMap::new(),
+            stubs: BTreeMap::new(),
             readers: readers(machine, rings, arch),
+            way_to_a_call: 0,
         }
     }
 
@@ -122,22 +131,6 @@ impl<'m> Driver<'m> {
     /// Has the guest call one function alone from the next round on, or all again.
     pub fn call_only(&self, name: Option<&str>) {
         self.set(ONLY, name.map_or(0, |name| self.function(name).address));
-    }
-
-    /// Has the guest come to an end with the rounds that it is in, and waits for that.
-    pub fn hold(&self) {
-        self.set(WANTED, 0);
-        let mut before = self.rounds();
-        loop {
-            thread::sleep(Duration::from_millis(20));
-            let now = self.rounds();
-            if now == before {
-                break;
-            }
-            before = now;
-        }
-        self.set(WANTED, before.into_iter().max().unwrap_or(0));
-        self.wait();
     }
 
     /// How many rounds each processor has done.
@@ -257,6 +250,51 @@ impl<'m> Driver<'m> {
         names.iter().map(site).collect()
     }
 
+    /// Whether a function has signed its return address when its pad comes.
+    ///
+    /// # Panics
+    /// If its pad may not be written.
+    #[must_use]
+    pub fn signs(&self, name: &str) -> bool {
+        self.judge(name).unwrap_or_else(|why| panic!("{name}: {why}")).prefix.signs
+    }
+
+    /// The site of a function that is redirected to another one.
+    ///
+    /// # Panics
+    /// If its pad may not be written.
+    #[must_use]
+    pub fn redirected(&self, name: &str, to: &str) -> Site {
+        self.jump(name, Gva(self.symbol(to)))
+    }
+
+    /// The same for one that is traced as well: by way of a stub.
+    ///
+    /// # Panics
+    /// If its pad may not be written.
+    pub fn redirected_and_traced(&mut self, name: &str, to: &str) -> Site {
+        let (arch, to, logger) = (self.arch, Gva(self.symbol(to)), self.trampoline(0).start);
+        let window = self.machine.region(Part::Code);
+        let stub = self
+            .code
+            .place::<anyhow::Error>(&window, |at| Ok(assemble_stub(arch, at, logger, to)?));
+        let stub = stub.unwrap();
+        self.stubs.insert(stub_ip(arch, stub).0 as u32, name.to_owned());
+        self.jump(name, stub)
+    }
+
+    fn jump(&self, name: &str, to: Gva) -> Site {
+        let pad = self.judge(name).unwrap_or_else(|why| panic!("{name}: {why}"));
+        let at = Gva(self.function(name).pad);
+        Site {
+            function: Arc::from(name),
+            at,
+            gpa: Gpa(at.0),
+            original: pad.original,
+            replacement: self.arch.encode_jump(at, to).unwrap(),
+        }
+    }
+
     /// Arms sites in one stop.
     ///
     /// # Panics
@@ -289,43 +327,46 @@ impl<'m> Driver<'m> {
         result
     }
 
-    /// Waits until every processor has done so many rounds more.
+    /// Begins a round in which the first processor waits before its first call, the other one's being
+    /// done.
     ///
     /// # Panics
     /// If the guest finds something wrong.
-    pub fn wait_for_rounds(&self, more: u64) {
-        let (begun, from) = (Instant::now(), self.rounds());
-        while self.rounds().iter().zip(from).any(|(now, from)| *now < from + more) {
+    pub fn hold_before_a_call(&self) {
+        self.set(HELD, 1);
+        self.ask(1);
+        let (begun, wanted, stuck) = (Instant::now(), self.word(WANTED), self.of_cpu(0, STUCK));
+        while self.of_cpu(0, STUCK) == stuck || self.of_cpu(1, 0) < wanted {
             self.check();
-            assert!(begun.elapsed() < LONG, "the guest does not go on");
-            thread::sleep(Duration::from_micros(200));
+            assert!(begun.elapsed() < LONG, "the guest does not come to a call");
+            thread::yield_now();
         }
-        self.check();
     }
 
-    /// Steps the first processor to the beginning of a function that it calls, and then `further`
-    /// instructions; tells where it stands.
+    /// Steps the first processor, which is [held](Self::hold_before_a_call), to the beginning of the
+    /// function that it calls.
     ///
     /// # Panics
     /// If it does not come there.
-    pub fn step_into(&self, stopped: &mut dyn Stopped, name: &str, further: usize) -> u64 {
-        const MOST: usize = 100_000;
+    pub fn step_to(&mut self, stopped: &mut dyn Stopped, name: &str) {
+        const MOST: usize = 1000;
+        /// Instructions of the loop in which it is held, or more. It is anywhere in there.
+        const LOOP: usize = 16;
+        self.set(HELD, 0);
+        // To step is quick, to look where that leads is not.
+        for _ in 0..self.way_to_a_call.saturating_sub(LOOP) {
+            stopped.step(0).unwrap();
+        }
         let start = self.function(name).address;
-        let place = |stopped: &mut dyn Stopped| stopped.registers(0).unwrap().pc();
-        // Not where it happens to stand: that may be in the middle of what was changed before.
-        let mut steps = 0;
-        loop {
-            stopped.step(0).unwrap();
-            steps += 1;
-            if place(stopped) == start {
-                break;
-            }
-            assert!(steps < MOST, "the processor does not come to {name}");
-        }
-        for _ in 0..further {
-            stopped.step(0).unwrap();
-        }
-        place(stopped)
+        let looked = (0..MOST).position(|_| self.step(stopped) == start);
+        let looked = looked.unwrap_or_else(|| panic!("the processor does not come to {name}"));
+        self.way_to_a_call = self.way_to_a_call.saturating_sub(LOOP) + 1 + looked;
+    }
+
+    /// Has the first processor execute one instruction; tells where it stands then.
+    pub fn step(&self, stopped: &mut dyn Stopped) -> u64 {
+        stopped.step(0).unwrap();
+        stopped.registers(0).unwrap().pc()
     }
 
     /// The address of a symbol.
@@ -372,8 +413,9 @@ impl<'m> Driver<'m> {
                 let from = self.functions.iter().find(|function| {
                     function.pad + self.arch.pad_len() as u64 == u64::from(record.ip)
                 });
-                let from = from.unwrap_or_else(|| panic!("{record:x?} names no function"));
-                counts.entry(from.name.clone()).or_insert([0; CPUS])[cpu] += 1;
+                let name = from.map(|from| &from.name).or_else(|| self.stubs.get(&record.ip));
+                let name = name.unwrap_or_else(|| panic!("{record:x?} names no function"));
+                counts.entry(name.clone()).or_insert([0; CPUS])[cpu] += 1;
             }
         }
         counts

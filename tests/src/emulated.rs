@@ -183,6 +183,18 @@ pub fn every_call_makes_one_record(architecture: Architecture, series: Series) {
     assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
 }
 
+/// Has a guest's kernel panic, which `vmm run` has to tell from a reboot.
+///
+/// # Panics
+/// It does not.
+pub fn a_panic_is_told(architecture: Architecture, series: Series) {
+    let folder = Folder::new(architecture, &format!("panic-{architecture}-{series}"));
+    let output = output(folder.run(series, "vmm.after=panic").spawn().unwrap());
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(said.contains("the guest's kernel has panicked"), "{said}");
+}
+
 /// Boots a guest with two CPUs, both busy, and arms all its functions, at least so many, three times.
 ///
 /// # Panics

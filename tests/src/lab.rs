@@ -31,6 +31,20 @@ impl VmmLab {
     /// Anything is missing or fails: this is for tests.
     #[must_use]
     pub fn boot(guests: &[Series], cpu: Option<&str>, programs: &[&str]) -> Self {
+        Self::boot_with(guests, cpu, programs, &[])
+    }
+
+    /// The same with these files of this host's in `/files`.
+    ///
+    /// # Panics
+    /// As above.
+    #[must_use]
+    pub fn boot_with(
+        guests: &[Series],
+        cpu: Option<&str>,
+        programs: &[&str],
+        files: &[PathBuf],
+    ) -> Self {
         let own = kernel(Series::V6_1).expect("the lab's own kernel");
         let mut lab = Lab::new(&own).expect("the lab");
         if let Some(cpu) = cpu {
@@ -45,6 +59,10 @@ impl VmmLab {
         lab = lab.program(&vmm(), "/bin/vmm").expect("vmm");
         for program in programs {
             lab = lab.program(Path::new(program), &in_lab(program)).expect("a test's program");
+        }
+        for file in files {
+            let name = file.file_name().expect("a file's name").to_string_lossy();
+            lab = lab.host_file(file, &format!("/files/{name}")).expect("a file");
         }
         Self { lab: lab.boot().expect("the lab boots") }
     }

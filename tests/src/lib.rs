@@ -5,3 +5,6 @@ pub mod capture;
 pub mod emulated;
 pub mod guest;
 pub mod lab;
+pub mod patched;
+pub mod redirects;
+pub mod samples;

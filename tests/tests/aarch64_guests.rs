@@ -14,7 +14,7 @@ use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Event, Sink};
-use tests::emulated::{Folder, every_call_makes_one_record, wait_for_kernel};
+use tests::emulated::{Folder, a_panic_is_told, every_call_makes_one_record, wait_for_kernel};
 use tests::guest::{Transcript, complaints, text};
 use vmm::devices::Console;
 use vmm::qemu::{Architecture, GuestExit, Launch, Qemu};
@@ -215,4 +215,10 @@ fn a_6_12_kernel_with_52_bits_of_address_is_traced_whole() {
 #[test]
 fn the_command_traces_a_guest_of_another_architecture() {
     every_call_makes_one_record(Aarch64, Series::V6_1);
+}
+
+/// Its symbols do not name what tells a panic.
+#[test]
+fn a_panic_of_a_6_1_kernel_is_told() {
+    a_panic_is_told(Aarch64, Series::V6_1);
 }

@@ -1,5 +1,7 @@
 //! Guests of a QEMU that the test has started by itself, as somebody else would.
 
+use std::io::Write;
+use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -9,13 +11,13 @@ use std::{fs, process};
 use guest_images::{Architecture, Series, kernel_for};
 use patcher::kernel::MappedRegion;
 use patcher::region::Part;
-use patcher::trace::filter::Filter;
+use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{Selection, Session};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
-use tests::emulated::{self, output, said, signal, wait_for_kernel, wait_until};
+use tests::emulated::{self, Nowhere, output, said, signal, wait_for_kernel, wait_until};
 use tests::guest::{complaints, text};
 use tests::lab::{Trace, vmm};
-use vmm::qemu::{Attach, AttachError, Attached};
+use vmm::qemu::{Attach, AttachError, Attached, IvshmemError, RegionMemory};
 
 /// A directory of a test's own, and the QEMUs that it starts, which are killed when it ends.
 struct Folder {
@@ -237,7 +239,7 @@ fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
     let kernel = wait_for_kernel(attached.machine());
     let before = text(attached.machine(), &kernel).unwrap();
     let region = MappedRegion::new(attached.machine(), &kernel).unwrap();
-    let filter = Filter { only: vec![patcher::trace::filter::Glob::new("vfs_*")], except: vec![] };
+    let filter = Filter { only: vec![Glob::new("vfs_*")], except: vec![] };
     let selection = Selection::new(&kernel, attached.machine(), &filter).unwrap();
     let (mut session, _) = Session::arm(attached.machine(), &kernel, &region, &selection).unwrap();
     let stopped = attached.machine().stop().unwrap();
@@ -278,7 +280,7 @@ fn whatever_qemu_lacks_is_named_with_the_option_that_gives_it() {
 
     let pid = folder.qemu(&format!("{shared} -gdb unix:DIR/gdb,server=on,wait=off"), &[]);
     let everything = refused(&Attach { told: None, ..attach.clone() });
-    assert!(matches!(everything, AttachError::NothingHidden { told: None, .. }), "{everything}");
+    assert!(matches!(everything, AttachError::NoRegion { told: None, .. }), "{everything}");
     let too_much = refused(&Attach { told: Some(120 << 20), ..attach.clone() }).to_string();
     assert!(too_much.contains("mem=") && too_much.contains("64 MiB or more"), "{too_much}");
 
@@ -289,5 +291,146 @@ fn whatever_qemu_lacks_is_named_with_the_option_that_gives_it() {
         matches!(Attached::new(&attach), Err(AttachError::NotRunning(_) | AttachError::Debugged))
     });
     drop(debugger);
+    signal("-KILL", pid);
+}
+
+/// The options of QEMU's that give a guest memory of which its kernel makes nothing.
+const DEVICE: &str = "-object memory-backend-memfd,id=vmm,share=on,size=64M \
+                      -device ivshmem-plain,memdev=vmm";
+
+#[test]
+fn a_pc_with_memory_on_both_sides_of_its_hole_keeps_all_of_it() {
+    // Its gdbstub listens already.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let gdb = format!("-gdb tcp:127.0.0.1:{port}");
+    a_device_has_the_region(Architecture::X86_64, Series::V6_1, "pc", "5G", &gdb);
+}
+
+#[test]
+fn an_aarch64_guest_keeps_all_of_its_memory() {
+    // Earlier kernels leave a device alone that they have no driver for.
+    a_device_has_the_region(Architecture::Aarch64, Series::V6_12, "virt", "512M", "");
+}
+
+/// Attaches to a guest that was told of all of its memory, and has a device with more.
+fn a_device_has_the_region(
+    architecture: Architecture,
+    series: Series,
+    machine: &str,
+    memory: &str,
+    more: &str,
+) {
+    const CALLS: u64 = 10_000;
+    let mut folder = Folder::new(architecture, "device");
+    let kernel = kernel_for(architecture, series).unwrap().vmlinuz;
+    let options = format!(
+        "-machine {machine},memory-backend=ram -cpu max -smp 2 -m {memory} \
+         -object memory-backend-memfd,id=ram,share=on,size={memory} {DEVICE} {more} -chardev \
+         socket,id=console,path=DIR/console-socket,server=on,wait=off,logfile=DIR/console \
+         -serial chardev:console -initrd DIR/initrd -kernel {}",
+        kernel.display()
+    );
+    let console = if architecture == Architecture::X86_64 { "ttyS0" } else { "ttyAMA0" };
+    let work = format!("wait-console-line,proc-read:/proc/version:{CALLS},idle:1");
+    let append =
+        format!("console={console} loglevel=5 vmm.work={work},proc-read:/proc/uptime:100000000");
+    folder.qemu(&options, &[&append]);
+    let mut typed = UnixStream::connect(folder.path("console-socket")).unwrap();
+    wait_until("a guest that waits", || folder.read("console").contains("VMM-READY"));
+
+    let attach = folder.attach();
+    let attached = Attached::new(&attach).unwrap();
+    let chosen = attached.region_memory().clone();
+    assert!(matches!(chosen, RegionMemory::Ivshmem { hidden_too: false, .. }), "{chosen:?}");
+    let guest = attached.machine();
+    let kernel = wait_for_kernel(guest);
+    let before = text(guest, &kernel).unwrap();
+    let region = MappedRegion::new(guest, &kernel).unwrap();
+    let filter = Filter { only: vec![Glob::new("version_proc_show")], except: vec![] };
+    let selection = Selection::new(&kernel, guest, &filter).unwrap();
+    let (mut session, _) = Session::arm(guest, &kernel, &region, &selection).unwrap();
+    typed.write_all(b"go\n").unwrap();
+    wait_until("the calls", || {
+        session.drain(&mut Nowhere).unwrap();
+        folder.read("console").contains("VMM-WORK-END proc-read:/proc/version")
+    });
+    session.disarm().unwrap();
+    let (summary, finished) = session.finish(&mut Nowhere);
+    finished.unwrap();
+    assert_eq!(summary.functions, [("version_proc_show".into(), CALLS)]);
+    assert_eq!((summary.dropped(), summary.corrupt), (0, vec![]));
+    let parts = Part::ALL.map(|part| region.range(part));
+    attached.detach().unwrap();
+
+    let mut child = folder.trace("killed");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let left = Attached::new(&attach).unwrap_err();
+    assert!(matches!(left, AttachError::LeftBehind { .. }), "{left}");
+    let attached = Attached::new(&Attach { restore: true, ..attach.clone() }).unwrap();
+    let restored = attached.restored().unwrap();
+    assert!(restored.restored > 50 && restored.foreign.is_empty(), "{restored:?}");
+    assert_eq!(*attached.region_memory(), chosen);
+    let region = MappedRegion::new(attached.machine(), &kernel).unwrap();
+    assert_eq!(Part::ALL.map(|part| region.range(part)), parts, "the region is where it was");
+    assert!(region.code().used() > 0);
+    attached.detach().unwrap();
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+    assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+}
+
+#[test]
+fn what_keeps_a_device_from_being_used_is_named() {
+    let mut folder = Folder::new(Architecture::X86_64, "ivshmem");
+    let ram = "-object memory-backend-memfd,id=ram,share=on,size=128M \
+               -machine q35,memory-backend=ram -m 128M";
+    let attach = folder.attach();
+    let refused = |attach: &Attach| match Attached::new(attach).unwrap_err() {
+        AttachError::NoRegion { instead, .. } => instead,
+        other => panic!("{other}"),
+    };
+    let small = DEVICE.replace("64M", "4M");
+    let private = DEVICE.replace("share=on", "share=off");
+    let two = format!(
+        "{DEVICE} -object memory-backend-memfd,id=other,share=on,size=32M \
+         -device ivshmem-plain,memdev=other"
+    );
+    for (options, is_it) in [
+        ("", (|why| matches!(why, IvshmemError::Absent)) as fn(&IvshmemError) -> bool),
+        (&small, |why| matches!(why, IvshmemError::TooSmall { size: 0x40_0000, .. })),
+        (&private, |why| matches!(why, IvshmemError::Private(_))),
+        (&two, |why| matches!(why, IvshmemError::Several(2))),
+        // No firmware has run.
+        (&format!("{DEVICE} -S"), |why| matches!(why, IvshmemError::NotMapped { .. })),
+    ] {
+        let pid = folder.qemu(&format!("{ram} {options}"), &[]);
+        let why = refused(&attach);
+        assert!(is_it(&why), "{options}: {why:?}");
+        signal("-KILL", pid);
+    }
+    let error = Attached::new(&attach).unwrap_err();
+    assert!(matches!(error, AttachError::NoMonitor { .. }), "{error}");
+
+    // Of two, the one whose id says so; and a device comes before RAM, unless that is in use.
+    let pid = folder.qemu(&format!("{ram} {}", two.replace("=vmm -", "=vmm,id=vmm -")), &[]);
+    wait_until("the firmware", || Attached::new(&attach).is_ok());
+    let region_of = |told| {
+        let attached = Attached::new(&Attach { told, ..attach.clone() }).unwrap();
+        let region = attached.region_memory().clone();
+        let code = attached.machine().region(Part::Code);
+        code.memory.copy_from(&[1u8]);
+        let gpa = code.gpa;
+        attached.detach().unwrap();
+        (region, gpa.0)
+    };
+    let told = Some(64 << 20);
+    let (first, at) = region_of(told);
+    assert!(matches!(first, RegionMemory::Ivshmem { hidden_too: true, .. }) && at > 128 << 20);
+    let (second, at) = region_of(told);
+    assert!(matches!(second, RegionMemory::Hidden { instead: IvshmemError::Taken(_) }));
+    assert_eq!(at, 64 << 20);
+    let third = Attached::new(&Attach { told, ..attach.clone() }).unwrap_err();
+    assert!(matches!(third, AttachError::RegionTaken(_)), "{third}");
+    assert!(matches!(refused(&attach), IvshmemError::Taken(_)));
     signal("-KILL", pid);
 }

@@ -1,7 +1,7 @@
 //! Every pad that kernels have had, in every state, in bare guests: what it is taken for, and what
 //! being traced does to the guest.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use guest_images::{Architecture, Bare};
 use patcher::addr::{Gpa, Gva};
@@ -10,10 +10,11 @@ use patcher::arch::aarch64::Aarch64;
 use patcher::arch::s390x::S390X;
 use patcher::arch::x86_64::X86_64;
 use patcher::kernel::Refusal;
-use patcher::machine::Machine;
+use patcher::machine::{Machine, Stopped};
 use patcher::patch::{Patchset, Reverted, VerifyError};
 use patcher::region::Part;
 use tests::bare::{CALLS, CPUS, Driver, RegionAt};
+use tests::redirects;
 use vmm::devices::Console;
 use vmm::kvm::{BareGuest, Hardware, Vm};
 use vmm::qemu::{Architecture as Board, Launch, Qemu};
@@ -33,9 +34,8 @@ struct Expected {
     has_breakpoints: bool,
     /// Functions whose first instruction is ours.
     probed_at: &'static [&'static str],
-    /// Functions that are patched while a processor stands at each of their instructions, and of the
-    /// trampoline's.
-    stepped: &'static [&'static str],
+    /// Whether a step is one instruction: to a KVM that emulates, `endbr64` and what follows are one.
+    steps_are_single: bool,
 }
 
 const TRACED: Result<u16, &str> = Err("traced by the guest");
@@ -73,7 +73,7 @@ const ON_S390X: Expected = Expected {
     has_breakpoints: true,
     probed_beside: &["block_316", "block_318"],
     probed_at: &["block_319", "slot_idle", "hotpatch_0_3"],
-    stepped: &["block_318", "block_319", "slot_idle"],
+    steps_are_single: true,
 };
 
 const ON_X86_64: Expected = Expected {
@@ -101,7 +101,7 @@ const ON_X86_64: Expected = Expected {
     has_breakpoints: true,
     probed_beside: &["endbr_nop", "fentry_nop_endbr"],
     probed_at: &["nop", "endbr_nop_k8"],
-    stepped: &["endbr_nop"],
+    steps_are_single: true,
 };
 
 #[test]
@@ -124,7 +124,8 @@ fn x86_64_functions_do_not_notice_that_they_are_traced() {
     let region = RegionAt { code: Gva(1 << 30), rings: Gva((1 << 30) + (6 << 20)) };
     let number = bare.symbol("cpu_number").unwrap() as i32;
     // A KVM that only emulates is slow, and may end the guest at a breakpoint.
-    let expected = Expected { busy: 8, has_breakpoints: false, stepped: &[], ..ON_X86_64 };
+    let expected =
+        Expected { busy: 8, has_breakpoints: false, steps_are_single: false, ..ON_X86_64 };
     check(Driver::new(&vm, &X86_64, bare, region, number), &expected);
 }
 
@@ -157,7 +158,7 @@ const ON_AARCH64: Expected = Expected {
     has_breakpoints: true,
     probed_beside: &["prepared", "bti_prepared", "literal_prepared"],
     probed_at: &["prepared", "paciasp_prepared"],
-    stepped: &["bti_prepared"],
+    steps_are_single: true,
 };
 
 #[test]
@@ -180,6 +181,7 @@ fn aarch64_functions_can_be_traced_once_the_kernel_has_prepared_them() {
         driver.write(driver.function(name).pad - 4, &KEEP_CALLER);
         let prepared = driver.text();
         one_function_is_armed_and_put_back(&mut driver, name);
+        a_processor_may_stand_at_any_instruction(&mut driver, name, true);
         assert_eq!(driver.text(), prepared, "{name}");
     }
 }
@@ -226,6 +228,7 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
     }
     all_functions_are_armed_and_put_back_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
+    redirects::check(&mut driver, &idle, expected.busy);
     what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
     assert_eq!(driver.text(), untouched);
     for name in expected.probed_beside {
@@ -236,8 +239,12 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
         a_breakpoint_where_ours_would_be_is_refused(&mut driver, name, expected.breakpoint);
         assert_eq!(driver.text(), untouched, "{name}");
     }
-    for name in expected.stepped {
-        a_processor_may_stand_at_any_instruction(&mut driver, name);
+    let mut trampolines = BTreeSet::new();
+    for name in &idle {
+        a_processor_may_stand_at_any_instruction(&mut driver, name, expected.steps_are_single);
+        if trampolines.insert(driver.trampoline_of(name).start) {
+            a_processor_may_stand_at_any_instruction_for_two_changes(&mut driver, name);
+        }
         assert_eq!(driver.text(), untouched, "{name}");
     }
     driver.run(1);
@@ -376,53 +383,98 @@ fn a_breakpoint_where_ours_would_be_is_refused(
     driver.write(sites[0].at.0, &sites[0].original);
 }
 
-/// Stops the guest again and again with a processor one instruction further on its way through the pad
-/// and the trampoline, changes the pad there, and lets it go on.
-fn a_processor_may_stand_at_any_instruction(driver: &mut Driver<'_>, name: &str) {
-    let sites = driver.sites(&[name]);
-    let patchset = Patchset::plan(sites).unwrap();
-    let prepared = patchset.prepare();
-    let ram = driver.machine.ram();
-    let body = driver.symbol("body");
-    driver.call_only(Some(name));
-    driver.ask(1 << 40);
-    let mut places = [Vec::new(), Vec::new()];
-    for (armed_before, places) in places.iter_mut().enumerate() {
-        for further in 0.. {
-            let applied = (armed_before == 1).then(|| driver.arm(patchset.sites().to_vec()));
-            let (place, now_applied) = driver.stopped(|stopped| {
-                let place = driver.step_into(stopped, name, further);
-                match &applied {
-                    Some(applied) => {
-                        let reverted = applied.prepare_revert().run(ram, stopped);
-                        assert_eq!((reverted.restored, reverted.failed.len()), (1, 0), "{name}");
-                        (place, None)
-                    }
-                    None => {
-                        let verified = prepared.verify(ram, stopped, CPUS).unwrap();
-                        (place, Some(verified.apply().unwrap()))
-                    }
-                }
-            });
-            driver.wait_for_rounds(2);
-            if let Some(applied) = now_applied {
-                driver.disarm(&applied);
-            }
-            places.push(place);
-            if place == body {
-                break;
-            }
-            assert!(further < 100, "{name}: {places:x?}");
-        }
-    }
-    driver.hold();
-    driver.call_only(None);
-    driver.forget_recorded();
-    // While it was armed the processor went through all of the trampoline.
-    let [through_pad, through_both] = places;
+/// What is done to a function while a processor is on its way through it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Change {
+    Arm,
+    Disarm,
+    /// One after the other, in one stop.
+    DisarmAndArm,
+}
+
+/// Has a processor stand at each instruction on its way through a function's pad and, if it is armed,
+/// the trampoline; changes the pad there and lets the processor go on.
+fn a_processor_may_stand_at_any_instruction(
+    driver: &mut Driver<'_>,
+    name: &str,
+    steps_are_single: bool,
+) {
     let trampoline = driver.trampoline_of(name);
-    let inside = through_both.iter().filter(|place| trampoline.contains(&Gva(**place)));
-    assert!(inside.count() >= 20, "{name}: {through_both:x?}");
-    assert!(!through_pad.iter().any(|place| trampoline.contains(&Gva(*place))), "{name}");
-    assert!(through_pad.len() >= 3, "{name}: {through_pad:x?}");
+    let pad = driver.function(name).pad;
+    driver.call_only(Some(name));
+    let through_pad = at_every_instruction(driver, name, Change::Arm);
+    let inside = |place: &u64| trampoline.contains(&Gva(*place));
+    assert!(
+        !through_pad.iter().any(inside) && (!steps_are_single || through_pad.contains(&pad)),
+        "{name}: {through_pad:x?}"
+    );
+    let through_both = at_every_instruction(driver, name, Change::Disarm);
+    assert!(
+        through_both.iter().filter(|place| inside(place)).count() >= 20,
+        "{name}: {through_both:x?}"
+    );
+    driver.call_only(None);
+}
+
+/// The same for a function that is put back and armed again while the processor is on its way. What
+/// that depends on is the trampoline.
+fn a_processor_may_stand_at_any_instruction_for_two_changes(driver: &mut Driver<'_>, name: &str) {
+    driver.call_only(Some(name));
+    at_every_instruction(driver, name, Change::DisarmAndArm);
+    driver.call_only(None);
+}
+
+/// Makes one change at each instruction from the function's first to the end of its pad and of the
+/// trampoline, each time in a call of its own; tells where they are.
+fn at_every_instruction(driver: &mut Driver<'_>, name: &str, change: Change) -> Vec<u64> {
+    let sites = driver.sites(&[name]);
+    let (pad, body) = (driver.function(name).pad, driver.symbol("body"));
+    let mut places = Vec::new();
+    while places.last() != Some(&body) {
+        let before = (change != Change::Arm).then(|| driver.arm(sites.clone()));
+        driver.hold_before_a_call();
+        let mut stopped = driver.machine.stop().unwrap();
+        driver.step_to(&mut *stopped, name);
+        let begin = driver.function(name).address;
+        let place = (0..places.len()).fold(begin, |_, _| driver.step(&mut *stopped));
+        let passed = !(begin..=pad).contains(&place);
+        let ram = driver.machine.ram();
+        let arm = |stopped: &mut dyn Stopped| {
+            let patchset = Patchset::plan(sites.clone()).unwrap();
+            patchset.prepare().verify(ram, stopped, CPUS).unwrap().apply().unwrap()
+        };
+        let after = match &before {
+            None => Some(arm(&mut *stopped)),
+            Some(before) => {
+                let reverted = before.prepare_revert().run(ram, &mut *stopped);
+                assert_eq!(reverted, Reverted { restored: 1, ..Reverted::default() });
+                (change == Change::DisarmAndArm).then(|| arm(&mut *stopped))
+            }
+        };
+        stopped.resume().unwrap();
+        driver.wait();
+        // The call that was under way is recorded if it met our instruction, and those behind it if
+        // they do.
+        let first = u64::from(match change {
+            Change::Arm => !passed,
+            Change::Disarm => passed,
+            Change::DisarmAndArm => true,
+        });
+        let of_first = if after.is_some() { CALLS - 1 + first } else { first };
+        let of_second = if before.is_some() { CALLS } else { 0 };
+        let expected = match [of_first, of_second] {
+            [0, 0] => BTreeMap::new(),
+            counts => [(name.to_owned(), counts)].into(),
+        };
+        assert_eq!(driver.recorded(), expected, "{name}, {change:?} at {place:#x}, {places:x?}");
+        driver.run(1);
+        let expected = after.iter().map(|_| (name.to_owned(), calls(1))).collect();
+        assert_eq!(driver.recorded(), expected, "{name}, {change:?} at {place:#x}, {places:x?}");
+        if let Some(after) = after {
+            driver.disarm(&after);
+        }
+        places.push(place);
+        assert!(places.len() < 100, "{name}: {places:x?}");
+    }
+    places
 }

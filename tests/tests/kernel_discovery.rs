@@ -1,5 +1,6 @@
 //! What is found in the memory of stock kernels, against what these kernels say themselves.
 
+use std::collections::HashMap;
 use std::fs;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -8,9 +9,7 @@ use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
-use patcher::kernel::{
-    self, Kernel, Located, NotYet, PartMemory, Refusal, Symbols, VariableError, locate,
-};
+use patcher::kernel::{self, Kernel, Located, NotYet, PartMemory, Refusal, Symbols, locate};
 use patcher::machine::Registers;
 use patcher::mem::PhysMem;
 use patcher::region::{Part, RegionWindow};
@@ -69,18 +68,42 @@ impl Guest {
         }
 
         assert_eq!(kernel.readiness(&self.ram), Ok(()));
-        match kernel.panicked(&self.ram) {
-            // Without CONFIG_KALLSYMS_ALL it can't be told.
-            Err(VariableError::NoSymbol { symbol }) => {
-                assert_eq!(kernel.symbols().address(symbol), None);
-                assert_eq!(kernel.symbols().address("ftrace_pages_start"), None);
-            }
-            panicked => assert_eq!(panicked, Ok(None)),
-        }
+        // Also without CONFIG_KALLSYMS_ALL, where its text tells.
+        assert_eq!(kernel.panicked(&self.ram), Ok(None));
         assert!(kernel.is_current(&self.ram));
         self.check_cpu_numbers(&kernel);
         self.check_mapping(&kernel);
+        self.check_modules(&kernel, &kallsyms);
         kernel
+    }
+
+    /// Every symbol of a module is known to be that module's, in a kernel that names its list of them.
+    fn check_modules(&self, kernel: &Kernel, kallsyms: &str) {
+        let mut owners: HashMap<&str, Vec<&str>> = HashMap::new();
+        for line in kallsyms.lines() {
+            let Some((symbol, owner)) = line.split_once("\t[") else { continue };
+            let owner = owner.trim_end_matches(']');
+            let name = symbol.rsplit(' ').next().unwrap();
+            // An assembler's own labels have a control character in them.
+            let is_name = name.bytes().all(|byte| byte.is_ascii_graphic());
+            if is_name && owner != "bpf" && !owner.starts_with("__builtin__") {
+                owners.entry(name).or_default().push(owner);
+            }
+        }
+        assert!(owners.len() > 20, "the guest has loaded modules");
+        let found = kernel.module_symbols(&self.ram);
+        if kernel.symbols().address("modules").is_none() {
+            assert!(found.is_empty());
+            return;
+        }
+        for (name, owners) in owners {
+            let module = found.module_of(name);
+            assert!(
+                module.as_deref().is_some_and(|one| owners.contains(&one)),
+                "{name} {module:?}"
+            );
+        }
+        assert_eq!(found.module_of("vfs_read"), None);
     }
 
     /// Where each vCPU's own base leads to by the distance found, the vCPU's number stands.

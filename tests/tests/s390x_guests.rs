@@ -2,7 +2,9 @@
 
 use guest_images::Architecture::S390x;
 use guest_images::Series;
-use tests::emulated::{every_call_makes_one_record, every_function_is_armed_and_put_back};
+use tests::emulated::{
+    a_panic_is_told, every_call_makes_one_record, every_function_is_armed_and_put_back,
+};
 
 #[test]
 fn every_call_of_a_6_1_kernel_makes_one_record() {
@@ -22,4 +24,10 @@ fn every_function_of_a_6_1_kernel_is_armed_and_put_back_byte_for_byte_while_it_i
 #[test]
 fn every_function_of_a_7_kernel_is_armed_and_put_back_byte_for_byte_while_it_is_busy() {
     every_function_is_armed_and_put_back(S390x, Series::V7, 34_000);
+}
+
+/// Its symbols do not name what tells a panic.
+#[test]
+fn a_panic_of_a_6_1_kernel_is_told() {
+    a_panic_is_told(S390x, Series::V6_1);
 }

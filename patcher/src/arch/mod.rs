@@ -159,6 +159,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// those that return through each of `thunks`.
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount;
 
+    /// The variables of 32 bits that `text`, which is at `at`, compares and swaps, as far as it makes their
+    /// addresses itself. Branches are not followed, so others may be among them.
+    fn compared_and_swapped(&self, _text: &[u8], _at: Gva) -> Vec<Gva> {
+        Vec::new()
+    }
+
     /// Where the code of a trampoline finds the number of the CPU that runs it.
     fn cpu_number(&self) -> CpuNumber;
 

@@ -44,6 +44,9 @@ pub enum HookError {
     /// The guest could not be stopped.
     #[error(transparent)]
     Stop(#[from] StopError),
+    /// The guest was not resumed as it should have been, and nobody knows whether it ran meanwhile.
+    #[error("{0}; what had been changed until then was put back")]
+    Undone(#[source] StopError),
     /// A site is not what it was a moment ago.
     #[error(transparent)]
     Verify(#[from] VerifyError),

@@ -79,7 +79,7 @@ pub(super) fn apply(
             Err(error) => {
                 let torn =
                     result.map_or_else(|failed| failed.torn, |done| undo(machine, kernel, &done));
-                return Err(Failure { torn, ..Failure::from(error) });
+                return Err(Failure { error: HookError::Undone(error), torn });
             }
         };
         match result {

@@ -8,7 +8,7 @@ use super::*;
 use crate::arch::Arch;
 use crate::arch::x86_64::X86_64;
 use crate::journal::Journal;
-use crate::patch::{LeftBehind, VerifyError};
+use crate::patch::{Foreign, LeftBehind, VerifyError};
 use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
 
 /// A guest, and what is known of it before anything is armed.

@@ -50,15 +50,16 @@ impl MappedRegion {
     /// [`MapRegionError`].
     pub fn new(machine: &dyn Machine, kernel: &Kernel) -> Result<Self, MapRegionError> {
         let journal = machine.journal();
-        let known = journal.and_then(Journal::region);
+        let memory = machine.region(Part::Code).gpa;
+        let known = journal.and_then(Journal::region).filter(|mark| mark.memory == memory);
         if let Some(mark) = known.filter(|mark| is_mapped(kernel, machine, mark)) {
             return Ok(Self::of(machine, &mark)?);
         }
-        let memory = Part::ALL.map(|part| {
+        let parts = Part::ALL.map(|part| {
             let window = machine.region(part);
             PartMemory { part, gpa: window.gpa, len: window.memory.len() as u64 }
         });
-        let mapping = plan_mapping(kernel, machine.ram(), &memory)?;
+        let mapping = plan_mapping(kernel, machine.ram(), &parts)?;
         let place = |part| {
             let found = mapping.parts.iter().find(|mapped| mapped.part == part);
             found.map_or(PartMark { at: Gva(0), len: 0 }, |found| PartMark {
@@ -70,6 +71,7 @@ impl MappedRegion {
         // have translations of that code, so it is not written over.
         let executed = known.map_or(0, |known| known.payloads.executed);
         let mark = RegionMark {
+            memory,
             code: place(Part::Code),
             constants: place(Part::Constants),
             data: place(Part::Data),

@@ -15,6 +15,7 @@ mod kallsyms;
 mod locate;
 mod mapped;
 mod mapping;
+mod modules;
 pub mod offline;
 mod pads;
 mod probes;
@@ -35,6 +36,7 @@ pub use mapped::{MapRegionError, MappedRegion};
 pub use mapping::{
     InstallError, MappedPart, Mapping, MappingEntry, PartMemory, PlanMappingError, plan_mapping,
 };
+pub use modules::ModuleSymbols;
 pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;

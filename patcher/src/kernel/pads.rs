@@ -110,7 +110,7 @@ impl Refusal {
             Refusal::Changing => "probed or being changed by the guest",
             Refusal::Several => "of short instructions",
             Refusal::NotYet => "not prepared yet",
-            Refusal::DeadWeak => "overridden weak functions",
+            Refusal::DeadWeak => "dead code",
             Refusal::InitText => "init code",
             Refusal::Module => "in modules",
             Refusal::UnknownBytes { .. } => "of unknown bytes",

@@ -255,8 +255,41 @@ impl Kernel {
     /// # Errors
     /// [`VariableError`].
     pub fn panicked(&self, ram: &dyn PhysMem) -> Result<Option<u32>, VariableError> {
-        // PANIC_CPU_INVALID is -1.
-        let cpu = self.variable_u32(ram, "panic_cpu")?;
-        Ok((cpu != u32::MAX).then_some(cpu))
+        let symbol = "panic_cpu";
+        let named = self.symbols.address(symbol);
+        let at = named.or_else(|| self.panic_cpu_in_text(ram));
+        let at = at.ok_or(VariableError::NoSymbol { symbol })?;
+        let mut cpu = [0; 4];
+        self.read_virt(ram, at, &mut cpu)
+            .map_err(|source| VariableError::Unreadable { symbol, source })?;
+        match self.arch.byte_order().u32(cpu) {
+            // PANIC_CPU_INVALID is -1.
+            u32::MAX => Ok(None),
+            cpu if named.is_some() || cpu < MAX_CPUS => Ok(Some(cpu)),
+            // What is no number of a CPU is another variable.
+            _ => Err(VariableError::NoSymbol { symbol }),
+        }
+    }
+
+    /// Where the kernel has the number of the CPU that panics, told by its text, as kernels without
+    /// CONFIG_KALLSYMS_ALL do not name it: it is the one variable that `panic` (`vpanic` since 6.16)
+    /// and `nmi_panic` both compare and swap.
+    fn panic_cpu_in_text(&self, ram: &dyn PhysMem) -> Option<Gva> {
+        const LONGEST: u64 = 16 << 10;
+        let swapped = |function: &str| {
+            let begin = self.symbols.address(function)?;
+            let end = self.symbols.lookup(begin)?.end?;
+            let mut text = vec![0; end.offset_from(begin)?.min(LONGEST) as usize];
+            self.read_virt(ram, begin, &mut text).ok()?;
+            Some(self.arch.compared_and_swapped(&text, begin))
+        };
+        let by_panic: Vec<Gva> =
+            ["panic", "vpanic"].into_iter().filter_map(swapped).flatten().collect();
+        let mut by_both = swapped("nmi_panic")?;
+        let text = self.text();
+        by_both.retain(|at| by_panic.contains(at) && at.0.is_multiple_of(4) && !text.contains(at));
+        by_both.sort_unstable();
+        by_both.dedup();
+        if let [only] = by_both[..] { Some(only) } else { None }
     }
 }

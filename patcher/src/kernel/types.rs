@@ -45,6 +45,7 @@ const MAX_HEADERS: usize = 64;
 
 /// The kinds that matter here.
 const INTEGER: u32 = 1;
+const POINTER: u32 = 2;
 const STRUCT: u32 = 4;
 const UNION: u32 = 5;
 const TYPEDEF: u32 = 8;
@@ -187,17 +188,37 @@ impl Types {
 
     /// How many bytes the integer `field` of `structure` has.
     pub fn width(&self, structure: &'static str, field: &'static str) -> Result<u64, TypesError> {
-        let (_, mut number) = self.field(structure, field)?;
+        let (_, number) = self.field(structure, field)?;
+        match self.bare(number) {
+            Some(Type { kind: INTEGER, size, .. }) => Ok(size.into()),
+            _ => Err(TypesError::Unsound),
+        }
+    }
+
+    /// How many bytes the structure has that the pointer `field` of `structure` leads to; `None` if
+    /// it leads to anything else.
+    pub fn target_size(
+        &self,
+        structure: &'static str,
+        field: &'static str,
+    ) -> Result<Option<u64>, TypesError> {
+        let (_, number) = self.field(structure, field)?;
+        let pointer = self.bare(number).filter(|this| this.kind == POINTER);
+        let target = pointer.and_then(|pointer| self.bare(pointer.size));
+        Ok(target.filter(|this| this.kind == STRUCT).map(|this| this.size.into()))
+    }
+
+    /// What the type of that number is behind other names and qualifiers.
+    fn bare(&self, mut number: u32) -> Option<Type> {
         for _ in 0..MAX_NAMES {
-            let this = self.numbered(number).ok_or(TypesError::Unsound)?;
+            let this = self.numbered(number)?;
             match this.kind {
-                INTEGER => return Ok(this.size.into()),
                 TYPEDEF => number = this.size,
                 kind if QUALIFIERS.contains(&kind) => number = this.size,
-                _ => break,
+                _ => return Some(this),
             }
         }
-        Err(TypesError::Unsound)
+        None
     }
 
     /// Where `field` is in `structure`, in bits, and the number of its type. Fields of structures and
@@ -376,14 +397,16 @@ mod tests {
     }
 
     /// A union without a name, number 1, in which a structure without a name lies, number 2; what a name
-    /// stands for, numbers 3 and 4; the structure that has the union.
+    /// stands for, numbers 3 and 4; the structure that has the union, and a pointer, number 6, to
+    /// something constant, number 7.
     fn nested() -> Vec<u32> {
         let mut types = vec![0, UNION << 24 | 2, 8, string("pid"), 4, 0, 0, 2, 0];
         types.extend([0, STRUCT << 24 | 2, 8, string("flags"), 4, 0, string("inner"), 3, 32]);
         types.extend([string("u8"), TYPEDEF << 24, 4]);
         types.extend([string("int"), INTEGER << 24, 1, 8]);
-        types.extend([string("task_struct"), STRUCT << 24 | 2, 4096]);
-        types.extend([string("cpu"), 4, 0, 0, 1, 640]);
+        types.extend([string("task_struct"), STRUCT << 24 | 3, 4096]);
+        types.extend([string("cpu"), 4, 0, 0, 1, 640, string("flags"), 6, 704]);
+        types.extend([0, POINTER << 24, 7, 0, 9 << 24, 2]);
         types
     }
 
@@ -396,6 +419,9 @@ mod tests {
         assert_eq!(types.offset("task_struct", "inner"), Ok(84));
         assert_eq!(types.width("task_struct", "inner"), Ok(1));
         assert_eq!(types.width("task_struct", "pid"), Ok(1));
+        assert_eq!(types.width("task_struct", "flags"), Err(TypesError::Unsound));
+        assert_eq!(types.target_size("task_struct", "flags"), Ok(Some(8)));
+        assert_eq!(types.target_size("task_struct", "cpu"), Ok(None));
     }
 
     #[test]
@@ -425,7 +451,11 @@ mod tests {
             let mut blob = blob(order, &spoilt);
             for (at, len) in [(12, len), (20, len.rotate_left(16))] {
                 let _ = read(order, &[(AT, &blob)]).map(|types| {
-                    (types.first_path(&PATHS), types.width("task_struct", "cpu"))
+                    (
+                        types.first_path(&PATHS),
+                        types.width("task_struct", "cpu"),
+                        types.target_size("task_struct", "cpu"),
+                    )
                 });
                 blob[at..at + 4].copy_from_slice(&len.to_le_bytes());
             }

@@ -2,13 +2,15 @@
 //!
 //! A [`Payload`] is read from the file alone. [`Payload::resolve`] finds in a kernel's symbols what it
 //! replaces and what it refers to. [`Resolved::link`] makes the bytes for given addresses.
-//! A [`StackCheck`] tells who stands in the code that is to be replaced.
+//! A [`StackCheck`] tells who stands in the code that is to be replaced. [`Patches`] puts all of it
+//! together: patches that are applied, stacked and reverted.
 
 mod check;
 mod errors;
 mod klp;
 mod link;
 mod options;
+mod patches;
 mod payload;
 mod remarks;
 mod replace;
@@ -23,6 +25,10 @@ pub use errors::{ResolveError, ResolveErrors};
 pub use klp::KlpError;
 pub use link::{LinkError, Linked};
 pub use options::{Map, OptionsError, PayloadOptions};
+pub use patches::{
+    AppliedPatch, Attempt, Fixed, FixedFunction, FunctionInfo, PatchError, PatchId, PatchInfo,
+    PatchOptions, PatchState, Patches, Pending, RevertAttempt, RevertedPatch,
+};
 pub use payload::{Dropped, MAX_FILE, MAX_LOADED, Payload, PayloadError};
 pub use remarks::Remark;
 pub use replace::Replacement;

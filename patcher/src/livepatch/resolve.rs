@@ -1,5 +1,6 @@
 //! What a payload's names stand for in a kernel.
 
+use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -19,7 +20,6 @@ use crate::mem::PhysMem;
 use crate::region::PayloadSizes;
 
 /// What a payload needs to know of the kernel that it is for.
-#[derive(Clone)]
 pub struct KernelView<'a> {
     /// The architecture that it runs on.
     pub arch: &'static dyn Arch,
@@ -30,7 +30,7 @@ pub struct KernelView<'a> {
     /// How its functions return.
     pub returns: ReturnForm,
     /// The module that has a symbol of that name, for what the kernel itself does not have.
-    pub modules: &'a dyn Fn(&str) -> Option<Arc<str>>,
+    pub modules: Box<dyn Fn(&str) -> Option<Arc<str>> + 'a>,
 }
 
 impl KernelView<'_> {
@@ -277,19 +277,21 @@ impl Targets<'_> {
 }
 
 impl Kernel {
-    /// What a payload needs to know of this kernel, which is [ready](Kernel::readiness). Symbols of
-    /// modules are not told from those that are nowhere; `modules` of the answer may be set to what
-    /// knows them.
+    /// What a payload needs to know of this kernel, which is [ready](Kernel::readiness). Modules'
+    /// symbols are read when the kernel lacks one that is asked for.
     ///
     /// # Errors
     /// [`ReturnFormError`].
-    pub fn view(&self, ram: &dyn PhysMem) -> Result<KernelView<'_>, ReturnFormError> {
+    pub fn view<'a>(&'a self, ram: &'a dyn PhysMem) -> Result<KernelView<'a>, ReturnFormError> {
+        let modules = OnceCell::new();
         Ok(KernelView {
             arch: self.arch(),
             symbols: self.symbols(),
             text: self.text(),
             returns: self.return_form(ram)?,
-            modules: &|_| None,
+            modules: Box::new(move |name| {
+                modules.get_or_init(|| self.module_symbols(ram)).module_of(name)
+            }),
         })
     }
 }

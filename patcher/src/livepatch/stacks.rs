@@ -14,6 +14,9 @@
 //! * A task on a CPU that none of this leads to, as one that is just being switched away from, is taken
 //!   to use all of its stack, but for those of vCPUs that run processes.
 //!
+//! Where the guest traces returns itself, it has put other addresses in place of those on stacks, and
+//! what it keeps of them is looked at, too.
+//!
 //! A task that is being created has not run, and is in no ring: its stack holds nothing but where it
 //! begins. One that ends leaves the rings while it still runs; it is found by its CPU, or by its CPU's
 //! run queue while it waits there, unless it waits as a real-time task.
@@ -305,6 +308,9 @@ impl<'a> Run<'a> {
                 self.look(word, &mut standers);
             }
             if let Some(index) = used.task {
+                for word in self.kept_returns(index)? {
+                    self.look(word, &mut standers);
+                }
                 self.seen[index] = true;
                 task = Some(index);
                 // Tasks interrupt nobody.
@@ -345,6 +351,9 @@ impl<'a> Run<'a> {
             for word in self.words(from..stack.end, &used)? {
                 self.look(word, &mut standers);
             }
+            for word in self.kept_returns(index)? {
+                self.look(word, &mut standers);
+            }
             if let Some((offset, count)) = self.check.layout.registers().filter(|_| !is_on_cpu) {
                 let begin = task.at + offset;
                 for word in self.words(begin..begin + 8 * count as u64, &used)? {
@@ -355,6 +364,11 @@ impl<'a> Run<'a> {
             self.report(task.pid, task.comm, vcpu, standers);
         }
         Ok(())
+    }
+
+    /// The addresses to which a task returns that the guest's own tracing has taken off its stack.
+    fn kept_returns(&mut self, index: usize) -> Result<Vec<u64>, TasksError> {
+        self.check.layout.kept_returns(&mut self.reader, self.tasks[index].at)
     }
 
     /// Adds the function that `word` leads into.
@@ -375,6 +389,9 @@ impl<'a> Run<'a> {
 
     /// The words of a stack.
     fn words(&mut self, range: Range<Gva>, used: &InUse) -> Result<Vec<u64>, StackError> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
         // Words lie at multiples of their length.
         let begin = range.start.align_down(8);
         let mut bytes = vec![0; range.end.offset_from(begin).unwrap_or(0) as usize];
@@ -488,3 +505,6 @@ fn cpu_variable(reader: &mut Reader<'_>, area: CpuArea, variable: CpuVariable) -
     };
     Some(Gva(value))
 }
+
+#[cfg(test)]
+mod tests;

@@ -148,15 +148,11 @@ impl<'p> Prepared<'p> {
     ) -> Result<Verified<'s>, VerifyError> {
         let (mut already, mut left) = (Vec::new(), Vec::new());
         for (index, site) in self.patchset.sites.iter().enumerate() {
-            let found = match (read_site(ram, site), foreign) {
-                (Ok(found), _) => Some(found),
-                (Err(_), Foreign::Leave) => None,
-                (Err(error), Foreign::Refuse) => return Err(error),
-            };
-            match found {
-                Some(found) if found == site.replacement => already.push(index),
-                Some(found) if found == site.original => {}
-                Some(found) if foreign == Foreign::Refuse => {
+            let found = read_site(ram, site)?;
+            if found == site.replacement {
+                already.push(index);
+            } else if found != site.original {
+                if foreign == Foreign::Refuse {
                     return Err(VerifyError::Mismatch {
                         function: Arc::clone(&site.function),
                         at: site.at,
@@ -164,7 +160,7 @@ impl<'p> Prepared<'p> {
                         expected: site.original,
                     });
                 }
-                found => left.push((index, found)),
+                left.push((index, found));
             }
         }
         for vcpu in 0..vcpus {
@@ -208,7 +204,7 @@ pub struct Verified<'s> {
     /// Indices of the sites that hold their replacements, ascending.
     already: Vec<usize>,
     /// Indices of the sites that are no longer ours, likewise, and what they hold.
-    left: Vec<(usize, Option<PadBytes>)>,
+    left: Vec<(usize, PadBytes)>,
     ram: &'s dyn PhysMem,
     stopped: &'s mut dyn Stopped,
 }
@@ -238,7 +234,8 @@ impl Verified<'_> {
             some_prepared = some.prepare();
             (&some, &some_prepared)
         };
-        let left = left.into_iter().map(|(index, found)| Left::of(&whole.sites[index], found));
+        let left =
+            left.into_iter().map(|(index, found)| Left::of(&whole.sites[index], Some(found)));
         let applied =
             Applied { patchset: patchset.clone(), already: already.len(), foreign: left.collect() };
         let sites = &patchset.sites;

@@ -21,10 +21,12 @@ use crate::machine::{Registers, X86Registers};
 mod faulty;
 mod kallsyms;
 mod machine;
+pub mod tasks;
 
 #[cfg(test)]
 pub use faulty::{Faulty, Kind};
 pub use kallsyms::{Encoding, SymbolSpec, TableOrder, encode};
+pub use tasks::TaskSpec;
 
 /// What a synthetic guest is to be like.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,6 +74,8 @@ pub struct Guest {
     pub registers: Vec<Registers>,
     /// Its functions with pads, in order of their addresses.
     pub functions: Vec<Function>,
+    /// Its tasks: those in the ring of processes, then the others.
+    pub tasks: Vec<TaskSpec>,
     /// Its symbols, in order of their addresses.
     pub symbols: Vec<SymbolSpec>,
     /// Where its ftrace records are, group by group.
@@ -124,7 +128,7 @@ const KALLSYMS: u64 = 0x20_1000;
 const VARIABLES: u64 = 0x38_0000;
 const TABLES: u64 = 0x38_1000;
 const PER_CPU_TEMPLATE: u64 = 0x39_0000;
-const END: u64 = 0x3a_0000;
+const END: u64 = 0x3b_0000;
 
 /// How far into a CPU's area its number is.
 const CPU_NUMBER: u64 = 0x1160;
@@ -149,6 +153,7 @@ impl Guest {
             ram,
             registers: Vec::new(),
             functions: Vec::new(),
+            tasks: Vec::new(),
             symbols: Vec::new(),
             record_groups: Vec::new(),
             kallsyms: Gva(0)..Gva(0),
@@ -427,6 +432,7 @@ impl Guest {
         } else {
             self.add_symbol(PER_CPU_TEMPLATE + CPU_NUMBER, b'D', "cpu_number");
         }
+        self.write_tasks();
         self.add_symbol(END, b'B', "_end");
         self.encode_symbols();
     }
@@ -463,6 +469,7 @@ impl Guest {
             let user = self.blueprint.isolated && cpu == 0;
             self.registers.push(Registers::X86_64(X86Registers {
                 rip: if user { 0x40_1000 } else { entry.0 },
+                rsp: self.task(&format!("swapper/{cpu}")).sp.0,
                 cs: if user { 0x33 } else { 0x10 },
                 cr0: 0x8005_0033,
                 // With the number of an address-space tag in the low bits.

@@ -54,10 +54,13 @@ pub struct Options {
 }
 
 const AFTER_HELP: &str = "\
-QEMU has to be started so that its memory can be shared, and with more of it than the guest knows:
-  qemu-system-x86_64 ... -m 1088M -append '... mem=1024M'
-    -object memory-backend-memfd,id=ram,size=1088M,share=on -machine memory-backend=ram
-    -qmp unix:/run/guest.qmp,server=on,wait=off
+QEMU has to be started so that its memory can be shared, and with some that the guest's kernel does
+not use, which a device has:
+  qemu-system-x86_64 ... -m 1024M -qmp unix:/run/guest.qmp,server=on,wait=off
+    -object memory-backend-memfd,id=ram,size=1024M,share=on -machine memory-backend=ram
+    -object memory-backend-memfd,id=vmm,size=64M,share=on -device ivshmem-plain,memdev=vmm
+Instead of the device, QEMU can have more memory than the guest is told of (-m 1088M, size=1088M, and
+mem=1024M among the kernel's parameters), which s390x guests need.
 
 Ctrl-C detaches: what was changed in the guest is put back, and it runs on.
 
@@ -65,7 +68,7 @@ Exit status:
   0    the guest powered itself off, or the trace's reader closed the pipe
   1    something failed; standard error says what
   2    the command line makes no sense
-  3    the guest rebooted, and QEMU ended with that
+  3    the guest rebooted, and QEMU ended with that, or the trace did
   4    the guest's kernel panicked
   5    QEMU has ended for another reason
   129  SIGHUP
@@ -122,6 +125,7 @@ pub fn run(options: &Options) -> Result<Status> {
         attached.architecture(),
         attached.pid()
     ));
+    say(attached.region_memory());
     let Serving { server, commands, identity } = serve(claim, "QEMU, attached")?;
     let trace = records.zip(options.tracing.request());
     let plan = Plan::new(trace, false, identity, commands);
@@ -199,7 +203,7 @@ fn wants_back(sites: usize) -> io::Result<bool> {
 
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
-    let Watched { panicked, summary, too_early, error } = watched;
+    let Watched { panicked, reset, summary, too_early, error } = watched;
     if let Some((summary, lasted)) = summary {
         say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
     }
@@ -218,6 +222,10 @@ fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
         ),
         Reason::Guest(GuestExit::Panicked) => panic_said(),
         _ if panicked => panic_said(),
+        Reason::Watcher if reset => {
+            say("the guest was reset, which ends the trace; it runs on");
+            Status::GuestRebooted
+        }
         Reason::Guest(GuestExit::PowerOff) => Status::Success,
         Reason::Guest(exit) => {
             say(&exit);

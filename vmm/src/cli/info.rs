@@ -8,12 +8,13 @@ use clap::Args;
 use vmm::control::Name;
 use vmm::control::protocol::{Info, TraceInfo};
 
+use super::patch::text::info as patch_text;
 use super::ps::state;
 use super::reach::{ANSWER, connect};
 use super::report::{counted, grouped, signed_hex};
 use super::status::Status;
 
-/// Show a guest's kernel, its pads, the memory provided for tracing, and who traces what
+/// Show a guest's kernel, its pads, the memory provided for it, who traces what, and its patches
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub struct Options {
@@ -87,6 +88,10 @@ fn text(info: &Info) -> String {
         lines.push(("traces", "none".into()));
     }
     lines.extend(info.who.iter().map(|trace| ("trace", trace_text(trace))));
+    if info.patched.is_empty() {
+        lines.push(("patches", "none".into()));
+    }
+    lines.extend(info.patched.iter().map(|patch| ("patch", patch_text(patch))));
     let mut text = String::new();
     for (title, value) in lines {
         // Writing to a String does not fail.

@@ -13,6 +13,7 @@ mod doctor;
 mod info;
 mod output;
 mod pads;
+mod patch;
 mod progress;
 mod ps;
 mod reach;
@@ -43,6 +44,7 @@ enum Command {
     Info(info::Options),
     Pads(pads::Options),
     Trace(trace::Options),
+    Patch(patch::Options),
     Doctor(doctor::Options),
 }
 
@@ -64,6 +66,7 @@ pub fn main() -> ExitCode {
         Command::Info(options) => info::run(&options),
         Command::Pads(options) => pads::run(&options),
         Command::Trace(options) => trace::run(&options),
+        Command::Patch(options) => patch::run(&options),
         Command::Doctor(options) => doctor::run(&options),
     };
     result.unwrap_or_else(|error| fail(&error)).into()

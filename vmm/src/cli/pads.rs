@@ -30,8 +30,8 @@ pub struct Options {
 
 const AFTER_HELP: &str = "\
 Each line has the function, the pad's address, what stands in front of the pad, and its state:
-  idle           nobody traces the function
-  ours           vmm does, for as many clients as are told
+  idle           the function is neither traced nor patched
+  ours           vmm traces it, for as many clients as are told, or has patched it
   guest-enabled  the guest's own tracing does; it is left alone
   refused        it is left alone, for the reason that is told
 
@@ -65,10 +65,12 @@ pub fn run(options: &Options) -> Result<Status> {
 fn row(pad: &Pad) -> [String; 4] {
     let function = if pad.function.is_empty() { "-" } else { &pad.function };
     let state = pad.state.label();
-    let more = match (&pad.reason, pad.traced_by) {
-        (Some(reason), _) => format!(": {reason}"),
-        (None, 0) => String::new(),
-        (None, clients) => format!(" ({clients})"),
+    let more = match (&pad.reason, pad.traced_by, pad.patched) {
+        (Some(reason), ..) => format!(": {reason}"),
+        (None, 0, false) => String::new(),
+        (None, 0, true) => " (patched)".to_owned(),
+        (None, clients, false) => format!(" ({clients})"),
+        (None, clients, true) => format!(" ({clients}, patched)"),
     };
     [
         function.to_owned(),

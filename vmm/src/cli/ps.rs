@@ -81,7 +81,7 @@ fn row(place: &Place, name: &Name) -> Option<Row> {
 }
 
 fn table(rows: &[Row]) -> String {
-    let head = ["NAME", "PID", "ENGINE", "ARCH", "VCPUS", "KERNEL", "STATE", "TRACES"];
+    let head = ["NAME", "PID", "ENGINE", "ARCH", "VCPUS", "KERNEL", "STATE", "TRACES", "PATCHES"];
     let dash = || "-".to_owned();
     let rows = rows.iter().map(|row| match &row.status {
         Some(status) => [
@@ -93,9 +93,10 @@ fn table(rows: &[Row]) -> String {
             status.release.clone().unwrap_or_else(dash),
             state(status.state).to_owned(),
             status.traces.to_string(),
+            status.patches.to_string(),
         ],
         None => {
-            let mut words: [String; 8] = std::array::from_fn(|_| dash());
+            let mut words: [String; 9] = std::array::from_fn(|_| dash());
             words[0] = row.name.clone();
             words[6] = "silent".into();
             words

@@ -19,6 +19,8 @@ pub enum Status {
     GuestPanicked,
     /// The virtual machine can't go on: a triple fault, or KVM gave up on a vCPU.
     GuestCrashed,
+    /// Until the time was over somebody was inside a function that was to be patched.
+    InUse,
     /// The user ended it by a signal, or by the console's escape, which counts as SIGINT.
     Interrupted(EndSignal),
 }
@@ -33,6 +35,7 @@ impl Status {
             Status::GuestRebooted => 3,
             Status::GuestPanicked => 4,
             Status::GuestCrashed => 5,
+            Status::InUse => 6,
             Status::Interrupted(signal) => signal.exit_status(),
         }
     }

@@ -204,6 +204,7 @@ fn receive(
     match (end.error, end.reason) {
         (Some(error), _) => bail!(error),
         (None, EndReason::GuestPanicked) => say("the guest's kernel has panicked"),
+        (None, EndReason::GuestReset) => say("the guest was reset, and its kernel is gone"),
         (None, EndReason::GuestEnded) => say("the guest has ended, or its vmm was told to"),
         (None, EndReason::Stopped | EndReason::ClientGone) => {}
     }

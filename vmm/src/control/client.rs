@@ -1,4 +1,4 @@
-//! The other end of the control socket: what `vmm ps`, `info`, `pads` and `trace` talk through.
+//! The other end of the control socket: what `vmm ps`, `info`, `pads`, `trace` and `patch` talk through.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,8 @@ use super::names::Names;
 use super::place::{Found, Name, Place};
 use super::protocol::{
     Armed, BatchHeader, CALL_BYTES, Call, End, Greeting, Hello, Info, MAX_CALLS,
-    MAX_NAMES_IN_FORCE, MAX_REPLY, Pad, Refusal, Reply, Request, Status, TraceRequest, VERSION,
+    MAX_NAMES_IN_FORCE, MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request,
+    RevertRequest, Reverted, Status, TraceRequest, VERSION, Waiting,
 };
 use super::wire::{Wire, WireError, line};
 
@@ -19,6 +20,12 @@ const GREETING: Duration = Duration::from_secs(5);
 
 /// Pads that are taken from a guest's process at most.
 const MAX_PADS_IN_ALL: usize = 1 << 20;
+
+/// Functions of patches that are taken from it at most, and patches.
+const MAX_FUNCTIONS_IN_ALL: usize = 1 << 20;
+
+/// How long the bytes of a payload may take.
+const UPLOAD: Duration = Duration::from_secs(60);
 
 /// A guest could not be asked.
 #[derive(Debug, thiserror::Error)]
@@ -174,6 +181,99 @@ impl Client {
         }
     }
 
+    /// Applies the payload in `file`, which `request` describes. While somebody is in the way, `tell`
+    /// is told who; when `stop` says that it is no longer wanted it is given up.
+    ///
+    /// # Errors
+    /// [`ClientError`]; after a refusal another request may be made.
+    pub fn patch_apply(
+        &mut self,
+        request: PatchRequest,
+        file: &[u8],
+        stop: impl Fn() -> bool,
+        tell: impl FnMut(&Waiting),
+    ) -> Result<Patched, ClientError> {
+        let request = PatchRequest { bytes: file.len(), ..request };
+        let mut message = line(&Request::PatchApply(request));
+        message.extend_from_slice(file);
+        let until = Instant::now() + UPLOAD;
+        let sent = self.wire.write(&message, |_| match Instant::now() < until {
+            true => Ok(()),
+            false => Err(WireError::TimedOut),
+        });
+        self.is_said(sent)?;
+        match self.wait(stop, tell)? {
+            Reply::Patched(patched) => Ok(*patched),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// Takes a patch back; `stop` and `tell` are as for [`Client::patch_apply`].
+    ///
+    /// # Errors
+    /// [`ClientError`]; after a refusal another request may be made.
+    pub fn patch_revert(
+        &mut self,
+        request: &RevertRequest,
+        stop: impl Fn() -> bool,
+        tell: impl FnMut(&Waiting),
+    ) -> Result<Reverted, ClientError> {
+        self.say(&Request::PatchRevert(request.clone()))?;
+        match self.wait(stop, tell)? {
+            Reply::Reverted(reverted) => Ok(reverted),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
+    /// What is patched, with all functions, in the order in which it was applied.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn patches(&mut self, patience: Duration) -> Result<Vec<Patch>, ClientError> {
+        self.say(&Request::PatchList)?;
+        let mut patches: Vec<Patch> = Vec::new();
+        let mut taken = 0;
+        loop {
+            let reply = self.hear(patience)?;
+            taken += match &reply {
+                Reply::Patch(patch) => 1 + patch.functions.len(),
+                Reply::Functions(some) => some.len(),
+                _ => 0,
+            };
+            match (reply, patches.last_mut()) {
+                (Reply::Done {}, _) => return Ok(patches),
+                (Reply::Patch(patch), _) if taken <= MAX_FUNCTIONS_IN_ALL => patches.push(*patch),
+                (Reply::Functions(some), Some(patch)) if taken <= MAX_FUNCTIONS_IN_ALL => {
+                    patch.functions.extend(some);
+                }
+                (other, _) => return Err(self.unexpected(&other)),
+            }
+        }
+    }
+
+    /// The answer to what may take long.
+    fn wait(
+        &mut self,
+        stop: impl Fn() -> bool,
+        mut tell: impl FnMut(&Waiting),
+    ) -> Result<Reply, ClientError> {
+        let mut given_up = false;
+        loop {
+            let heard = self.wire.read(MAX_REPLY, None, || !given_up && stop());
+            match heard {
+                Ok(Reply::Waiting(waiting)) => tell(&waiting),
+                Ok(Reply::Error(refusal)) => return Err(ClientError::Refused(refusal)),
+                Ok(reply) => return Ok(reply),
+                // It may have been done at this moment, which only the answer tells.
+                Err(WireError::TimedOut) => {
+                    given_up = true;
+                    self.say(&Request::Stop)?;
+                }
+                Err(error) => return Err(self.failed(&error)),
+            }
+        }
+    }
+
     /// The calls of the trace that has begun.
     #[must_use]
     pub fn into_calls(self) -> Calls {
@@ -183,6 +283,10 @@ impl Client {
 
     fn say(&mut self, message: &impl serde::Serialize) -> Result<(), ClientError> {
         let sent = self.wire.send(message, Instant::now() + GREETING);
+        self.is_said(sent)
+    }
+
+    fn is_said(&self, sent: Result<(), WireError>) -> Result<(), ClientError> {
         sent.or_else(|error| match error {
             // What the other side said before it closed is still to be read, and says more.
             WireError::Closed => Ok(()),

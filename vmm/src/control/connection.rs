@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, TrySendError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TrySendError};
 use std::time::{Duration, Instant};
 
 use patcher::trace::tracer::ClientId;
@@ -11,10 +11,13 @@ use rustix::process::geteuid;
 
 use super::outbox::{Fed, Feed, Outbox};
 use super::protocol::{
-    Greeting, Hello, MAX_GLOBS, MAX_PADS, MAX_REQUEST, Refusal, RefusalKind, Reply, Request,
-    TraceRequest, VERSION,
+    Function, Greeting, Hello, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_GLOBS, MAX_MAPS, MAX_PADS,
+    MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_REQUEST, Patch, PatchRequest, Refusal, RefusalKind, Reply,
+    Request, TraceRequest, VERSION,
 };
-use super::server::{Answer, Command, Shared, TraceWanted};
+use super::server::{
+    Answer, Command, MAX_PAYLOADS, PatchWanted, Shared, Taken, TraceWanted, Waited, Waiter,
+};
 use super::wire::{Wire, WireError, line};
 
 /// How long a client may take to greet, or to hear an answer.
@@ -26,13 +29,16 @@ const IDLE: Duration = Duration::from_secs(60);
 /// How long a client may take to hear the end of its trace when the guest is about to end.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
+/// How long the bytes of a payload may take.
+const UPLOAD: Duration = Duration::from_secs(60);
+
 /// How often a trace that has nothing to say looks whether its client does.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Talks with a client until one of the two has had enough.
 pub(super) fn converse(wire: Wire, shared: &Shared) {
     let mut conversation = Conversation { wire, shared, pid: 0 };
-    if let Err(Stop::Say(refusal)) = conversation.run() {
+    if let Err(Stop::Say(refusal) | Stop::Close(refusal)) = conversation.run() {
         // The last word; who does not hear it is gone.
         let _ = conversation.say(&Reply::Error(refusal));
     }
@@ -42,8 +48,10 @@ pub(super) fn converse(wire: Wire, shared: &Shared) {
 enum Stop {
     /// There is nobody to talk to, or nothing to say.
     Silently,
-    /// The client is told first.
+    /// The client is told first, and may ask for something else if it can still be understood.
     Say(Refusal),
+    /// The client is told first.
+    Close(Refusal),
 }
 
 impl From<WireError> for Stop {
@@ -142,8 +150,21 @@ impl Conversation<'_> {
                 self.say(&Reply::Done {})
             }
             Request::Trace(request) => self.trace(request),
+            Request::PatchApply(request) => self.patch_apply(request),
+            Request::PatchList => {
+                for patch in self.ask(Command::PatchList)? {
+                    self.say_patch(patch)?;
+                }
+                self.say(&Reply::Done {})
+            }
+            Request::PatchRevert(request) => {
+                check_timeout(request.timeout_ms)?;
+                let reverted = self
+                    .ask_and_wait(|waiter, answer| Command::PatchRevert(request, waiter, answer))?;
+                self.say(&Reply::Reverted(reverted))
+            }
             Request::Stop => {
-                let message = "there is no trace to stop on this connection";
+                let message = "there is nothing to stop on this connection";
                 Err(Stop::Say(Refusal::new(RefusalKind::Malformed, message)))
             }
         }
@@ -166,6 +187,73 @@ impl Conversation<'_> {
                 TrySendError::Disconnected(_) => Refusal::ended(),
             })
         })
+    }
+
+    /// The same for what may take long: tells the client who is in the way meanwhile, and gives up
+    /// when the client does.
+    fn ask_and_wait<T>(
+        &mut self,
+        command: impl FnOnce(Waiter, Answer<T>) -> Command,
+    ) -> Result<T, Stop> {
+        let (answer, answered) = Answer::new();
+        let (waiter, waited) = Waiter::new();
+        self.put(command(waiter, answer))?;
+        loop {
+            match answered.recv_timeout(LOOK) {
+                Ok(answer) => return answer.map_err(Stop::Say),
+                Err(RecvTimeoutError::Disconnected) => return Err(Stop::Say(Refusal::ended())),
+                Err(RecvTimeoutError::Timeout) => self.tell_news(&waited)?,
+            }
+        }
+    }
+
+    fn tell_news(&mut self, waited: &Waited) -> Result<(), Stop> {
+        if hear(&mut self.wire)? {
+            waited.give_up();
+        }
+        match waited.news.try_recv() {
+            Ok(waiting) => self.say(&Reply::Waiting(waiting)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn patch_apply(&mut self, request: PatchRequest) -> Result<(), Stop> {
+        // Whoever announces more could not be understood any more without its bytes.
+        if request.bytes > MAX_PAYLOAD {
+            let message = format!("a payload has at most {} MiB", MAX_PAYLOAD >> 20);
+            return Err(Stop::Say(Refusal::new(RefusalKind::Malformed, message)));
+        }
+        let shared = self.shared;
+        let Some(_place) = Taken::one_of(MAX_PAYLOADS, &shared.payloads) else {
+            let message = format!("{MAX_PAYLOADS} payloads are being applied; try again later");
+            return Err(Stop::Close(Refusal::new(RefusalKind::Busy, message)));
+        };
+        let until = Instant::now() + UPLOAD;
+        let file = self.wire.take_bytes(request.bytes, until, || shared.is_ending())?;
+        check_timeout(request.timeout_ms)?;
+        let refused = |message: String| Stop::Say(Refusal::new(RefusalKind::Refused, message));
+        if request.maps.len() > MAX_MAPS {
+            return Err(refused(format!("a payload is told of at most {MAX_MAPS} functions")));
+        }
+        if request.file.len() > MAX_FILE_NAME {
+            return Err(refused(format!("a file's name has at most {MAX_FILE_NAME} bytes")));
+        }
+        let wanted = |waiter, answer| {
+            Command::PatchApply(Box::new(PatchWanted { request, file, waiter, answer }))
+        };
+        let patched = self.ask_and_wait(wanted)?;
+        self.say(&Reply::Patched(Box::new(patched)))
+    }
+
+    /// Says all of a patch, in pieces.
+    fn say_patch(&mut self, mut patch: Patch) -> Result<(), Stop> {
+        let rest: Vec<Function> =
+            patch.functions.split_off(patch.functions.len().min(MAX_FUNCTIONS));
+        self.say(&Reply::Patch(Box::new(patch)))?;
+        for some in rest.chunks(MAX_FUNCTIONS) {
+            self.say(&Reply::Functions(some.to_vec()))?;
+        }
+        Ok(())
     }
 
     fn trace(&mut self, request: TraceRequest) -> Result<(), Stop> {
@@ -225,7 +313,16 @@ impl Conversation<'_> {
     }
 }
 
-/// Whether the client asks for the end of its trace.
+fn check_timeout(milliseconds: u64) -> Result<(), Stop> {
+    if Duration::from_millis(milliseconds) <= MAX_PATCH_TIMEOUT {
+        return Ok(());
+    }
+    let hours = MAX_PATCH_TIMEOUT.as_secs() / 3600;
+    let message = format!("a patch is waited for at most {hours} hours");
+    Err(Stop::Say(Refusal::new(RefusalKind::Refused, message)))
+}
+
+/// Whether the client asks for the end of its trace, or of its waiting.
 fn hear(wire: &mut Wire) -> Result<bool, WireError> {
     match wire.poll(MAX_REQUEST)? {
         Some(Request::Stop) => Ok(true),

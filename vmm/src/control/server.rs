@@ -16,7 +16,10 @@ use rustix::io::Errno;
 use super::connection::converse;
 use super::outbox::Outbox;
 use super::place::{Claim, Name};
-use super::protocol::{Armed, Info, Pad, Refusal, RefusalKind, Reply, Status, TraceRequest};
+use super::protocol::{
+    Armed, Info, Pad, Patch, PatchRequest, Patched, Refusal, RefusalKind, Reply, RevertRequest,
+    Reverted, Status, TraceRequest, Waiting,
+};
 use super::wire::Wire;
 
 /// Conversations at the same time.
@@ -27,6 +30,9 @@ const MAX_COMMANDS: usize = 2 * MAX_CONNECTIONS;
 
 /// How long a client that is turned away may take to hear it.
 const TURN_AWAY: Duration = Duration::from_millis(200);
+
+/// Payloads that are received or wait at the same time: 64 MiB of memory.
+pub(super) const MAX_PAYLOADS: usize = 4;
 
 /// Where an answer goes.
 #[derive(Debug)]
@@ -59,6 +65,72 @@ pub enum Command {
     Trace(TraceWanted),
     /// End that trace. Its outbox is told when it is over.
     Stop(ClientId),
+    /// Apply a payload.
+    PatchApply(Box<PatchWanted>),
+    /// What is patched, in order.
+    PatchList(Answer<Vec<Patch>>),
+    /// Take a patch back.
+    PatchRevert(RevertRequest, Waiter, Answer<Reverted>),
+}
+
+/// A payload that is to be applied.
+#[derive(Debug)]
+pub struct PatchWanted {
+    /// How.
+    pub request: PatchRequest,
+    /// The object file.
+    pub file: Vec<u8>,
+    /// Whom to tell while it waits.
+    pub waiter: Waiter,
+    /// What it came to.
+    pub answer: Answer<Patched>,
+}
+
+/// Somebody who waits for the text to be changed.
+#[derive(Debug, Clone)]
+pub struct Waiter {
+    news: SyncSender<Waiting>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Waiter {
+    pub(super) fn new() -> (Self, Waited) {
+        // Only the latest news are of interest, and old ones are taken at once.
+        let (news, received) = mpsc::sync_channel(1);
+        let gone = Arc::new(AtomicBool::new(false));
+        (Self { news, gone: Arc::clone(&gone) }, Waited { news: received, gone })
+    }
+
+    /// Tells who is in the way, unless there is no room for it at the moment.
+    pub fn tell(&self, waiting: Waiting) {
+        // The next attempt has newer ones.
+        let _ = self.news.try_send(waiting);
+    }
+
+    /// Whether nobody wants it any more.
+    #[must_use]
+    pub fn has_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+}
+
+/// The other side of a [`Waiter`]: dropping it tells that nobody waits any more.
+#[derive(Debug)]
+pub(super) struct Waited {
+    pub news: Receiver<Waiting>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Waited {
+    pub fn give_up(&self) {
+        self.gone.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Waited {
+    fn drop(&mut self) {
+        self.give_up();
+    }
 }
 
 /// A trace that is asked for.
@@ -91,6 +163,7 @@ pub(super) struct Shared {
     pub commands: SyncSender<Command>,
     pub stop: Arc<AtomicBool>,
     pub connections: AtomicUsize,
+    pub payloads: AtomicUsize,
 }
 
 impl Server {
@@ -108,6 +181,7 @@ impl Server {
             commands,
             stop: Arc::clone(&stop),
             connections: AtomicUsize::new(0),
+            payloads: AtomicUsize::new(0),
         });
         let thread = thread::Builder::new()
             .name("control".into())
@@ -177,7 +251,7 @@ fn begin(stream: UnixStream, shared: &Arc<Shared>) -> Option<JoinHandle<()>> {
     }
     let ours = Arc::clone(shared);
     let conversation = thread::Builder::new().name("control-client".into()).spawn(move || {
-        let _place = Taken(&ours);
+        let _place = Taken(&ours.connections);
         converse(wire, &ours);
     });
     if conversation.is_err() {
@@ -193,11 +267,19 @@ fn turn_away(mut wire: Wire) {
     let _ = wire.send(&reply, Instant::now() + TURN_AWAY);
 }
 
-/// One of the places for conversations, free again when it is dropped.
-struct Taken<'a>(&'a Shared);
+/// One of a bounded number of places, free again when it is dropped.
+pub(super) struct Taken<'a>(&'a AtomicUsize);
+
+impl<'a> Taken<'a> {
+    /// One of `all` places, if there is a free one.
+    pub fn one_of(all: usize, taken: &'a AtomicUsize) -> Option<Self> {
+        let place = Self(taken);
+        (taken.fetch_add(1, Ordering::SeqCst) < all).then_some(place)
+    }
+}
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
-        self.0.connections.fetch_sub(1, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }

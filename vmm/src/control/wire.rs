@@ -42,7 +42,7 @@ pub(super) enum WireError {
     #[error("a line is no message: {0}")]
     Malformed(serde_json::Error),
     /// A line is a message, for another moment.
-    #[error("this message has no meaning while a trace goes on")]
+    #[error("this message has no meaning at this moment")]
     Unexpected,
     /// The socket fails.
     #[error("the connection failed: {0}")]
@@ -141,6 +141,33 @@ impl Wire {
         Ok(bytes)
     }
 
+    /// Takes exactly `length` bytes, which the caller has bounded, until `until`, unless `stop` says
+    /// that they are not wanted any more. Memory is taken as they come.
+    pub fn take_bytes(
+        &mut self,
+        length: usize,
+        until: Instant,
+        stop: impl Fn() -> bool,
+    ) -> Result<Vec<u8>, WireError> {
+        let mut bytes = Vec::new();
+        loop {
+            let here = self.buffer.len() - self.taken;
+            let now = here.min(length - bytes.len());
+            bytes.extend_from_slice(&self.buffer[self.taken..self.taken + now]);
+            self.taken += now;
+            if bytes.len() == length {
+                return Ok(bytes);
+            }
+            if self.ended {
+                return Err(WireError::Cut);
+            }
+            if stop() || Instant::now() >= until {
+                return Err(WireError::TimedOut);
+            }
+            self.fill()?;
+        }
+    }
+
     /// Writes all of `bytes`. Each time the peer has taken nothing for a moment, `waiting` is asked
     /// whether to go on.
     pub fn write(
@@ -155,7 +182,12 @@ impl Wire {
                 Ok(written) => rest = &rest[written..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if is_a_wait(&error) => waiting(self)?,
-                Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset
+                    ) =>
+                {
                     return Err(WireError::Closed);
                 }
                 Err(error) => return Err(WireError::Io(error)),

@@ -10,10 +10,14 @@
 //! its order, then enters KVM_RUN. Whatever the interleaving, either it reads the new order or its
 //! KVM_RUN returns.
 //!
+//! A vCPU that stands can be told to execute one instruction: that is another odd order, with the
+//! step wanted beside it. The answer to the order tells that the vCPU stands again.
+//!
 //! Between an order and its answer nothing is allocated, logged or locked by either side.
 
+use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use patcher::machine::X86Registers;
@@ -24,6 +28,23 @@ use super::kick::Kick;
 /// How long the controller watches for answers before it sleeps until there is one. A vCPU that
 /// runs answers within tens of microseconds; sleeping costs as much again.
 const SPIN: Duration = Duration::from_micros(50);
+
+/// There is no step to do, or it is done.
+const STEP_DONE: i32 = 0;
+
+/// The vCPU is to execute one instruction.
+const STEP_WANTED: i32 = 1;
+
+/// A vCPU that was to execute one instruction stands where it stood, or is on its way.
+#[derive(Debug)]
+pub(super) enum NotStepped {
+    /// KVM can't do it.
+    Refused(io::Error),
+    /// It did not come to the end of the instruction; it stands.
+    Endless,
+    /// It does not come to a stand any more.
+    Silent,
+}
 
 /// What a vCPU thread is to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +71,8 @@ struct Station {
     order: AtomicU32,
     held: AtomicU32,
     ended: AtomicBool,
+    /// [`STEP_DONE`], [`STEP_WANTED`], or the negative number of the error that came in between.
+    step: AtomicI32,
     kick: Kick,
     registers: Published,
 }
@@ -60,6 +83,7 @@ impl Crew {
             order: AtomicU32::new(0),
             held: AtomicU32::new(0),
             ended: AtomicBool::new(false),
+            step: AtomicI32::new(STEP_DONE),
             kick,
             registers: Published::default(),
         };
@@ -132,6 +156,20 @@ impl Crew {
             // They sleep at the gate, where a signal that comes too early is lost.
             self.open_gate();
         }
+        self.wait_for(which.clone(), begun, deadline).inspect_err(|_| self.release(which))
+    }
+
+    /// Waits until the vCPUs in `which` stand, or for `deadline` since `begun`.
+    ///
+    /// # Errors
+    /// The number of one that does not stand then.
+    fn wait_for(
+        &self,
+        which: Range<usize>,
+        begun: Instant,
+        deadline: Duration,
+    ) -> Result<(), usize> {
+        let stations = &self.stations[which.clone()];
         loop {
             let arrivals = self.arrivals.load(Ordering::SeqCst);
             let Some(silent) = stations.iter().position(|station| !station.stands()) else {
@@ -143,10 +181,34 @@ impl Crew {
             } else if let Some(left) = deadline.checked_sub(waited) {
                 sleep(&self.arrivals, arrivals, Some(left));
             } else {
-                let silent = which.start + silent;
-                self.release(which);
-                return Err(silent);
+                return Err(which.start + silent);
             }
+        }
+    }
+
+    /// Has `vcpu`, which stands, execute one instruction.
+    ///
+    /// # Errors
+    /// [`NotStepped`].
+    pub(super) fn step(&self, vcpu: usize, deadline: Duration) -> Result<(), NotStepped> {
+        let station = &self.stations[vcpu];
+        let which = vcpu..vcpu + 1;
+        station.step.store(STEP_WANTED, Ordering::SeqCst);
+        // From one odd order to the next.
+        station.order.fetch_add(2, Ordering::SeqCst);
+        self.open_gate();
+        let stands = self.wait_for(which.clone(), Instant::now(), deadline);
+        let step = station.step.swap(STEP_DONE, Ordering::SeqCst);
+        if stands.is_err() {
+            station.kick.kick();
+            let stands = self.wait_for(which, Instant::now(), deadline);
+            return Err(stands.map_or(NotStepped::Silent, |()| NotStepped::Endless));
+        }
+        match step {
+            STEP_DONE => Ok(()),
+            // It has ended.
+            STEP_WANTED => Err(NotStepped::Silent),
+            refused => Err(NotStepped::Refused(io::Error::from_raw_os_error(-refused))),
         }
     }
 
@@ -186,8 +248,9 @@ impl Enlisted<'_> {
     /// To be called before each KVM_RUN. Returns when the vCPU may enter the guest or must leave
     /// for good; in between it stands still as long as it is told to.
     ///
-    /// `settle` is called to come to a stand: it completes what device access is under way and
-    /// gives the registers, or nothing if the guest came to its end over this.
+    /// `settle` is called to come to a stand: it executes an instruction if [a step](Self::step) is
+    /// wanted, completes what device access is under way and gives the registers, or nothing if the
+    /// guest came to its end over this.
     pub(super) fn next(&self, mut settle: impl FnMut(&Self) -> Option<X86Registers>) -> Next {
         let crew = self.crew;
         let station = &crew.stations[self.vcpu];
@@ -217,6 +280,23 @@ impl Enlisted<'_> {
                 sleep(&crew.gate, gate, None);
             }
         }
+    }
+
+    /// Whether the vCPU is to execute one instruction.
+    pub(super) fn is_step_wanted(&self) -> bool {
+        self.crew.stations[self.vcpu].step.load(Ordering::SeqCst) == STEP_WANTED
+    }
+
+    /// Tells what became of the step.
+    pub(super) fn stepped(&self, how: Result<(), kvm_ioctls::Error>) {
+        let told = how.map_or_else(|error| -error.errno().max(2), |()| STEP_DONE);
+        // Whoever does not want it any more is not told.
+        let _ = self.crew.stations[self.vcpu].step.compare_exchange(
+            STEP_WANTED,
+            told,
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        );
     }
 
     /// Makes the next KVM_RUN return as soon as it has completed the device access under way.

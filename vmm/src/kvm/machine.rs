@@ -1,5 +1,6 @@
 //! The machine as the patcher sees it: something that can be stopped.
 
+use std::io;
 use std::ops::Range;
 use std::time::Instant;
 
@@ -9,6 +10,7 @@ use patcher::machine::{
 use patcher::mem::PhysMem;
 use patcher::region::{Part, RegionWindow};
 
+use super::crew::NotStepped;
 use super::vm::Vm;
 use crate::turn::Held;
 
@@ -63,7 +65,7 @@ impl<'a> Standstill<'a> {
         }
         let begun = Instant::now();
         crew.hold(which.clone(), vm.stop_deadline)
-            .map_err(|vcpu| StopError::Silent { vcpu, waited: begun.elapsed() })?;
+            .map_err(|vcpu| StopError::Silent { vcpu: Some(vcpu), waited: begun.elapsed() })?;
         let since = Instant::now();
         let times = StopTimes { quiesce: since - begun, ..StopTimes::default() };
         let standstill = Self { vm, which, times, since, released: false, _turn: turn };
@@ -101,6 +103,29 @@ impl Stopped for Standstill<'_> {
         }
         // Entering the guest is a serialising event: no vCPU can execute what it fetched before.
         Ok(())
+    }
+
+    fn step(&mut self, vcpu: usize) -> Result<(), StopError> {
+        let count = self.vm.vcpus();
+        if vcpu >= count {
+            return Err(StopError::NoSuchVcpu { vcpu, count });
+        }
+        let failed = |source| StopError::Engine { what: "step a vCPU", source };
+        let crew = &self.vm.shared.crew;
+        let stepped = crew.step(vcpu, self.vm.stop_deadline);
+        if crew.is_ending() {
+            return Err(StopError::Gone);
+        }
+        stepped.map_err(|error| match error {
+            NotStepped::Refused(source) => failed(source),
+            NotStepped::Endless => failed(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "it does not come to the end of the instruction",
+            )),
+            NotStepped::Silent => {
+                StopError::Silent { vcpu: Some(vcpu), waited: self.vm.stop_deadline }
+            }
+        })
     }
 
     fn resume(mut self: Box<Self>) -> Result<StopTimes, StopError> {

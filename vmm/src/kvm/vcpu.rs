@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
+    KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP,
     KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
-    KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON, Msrs, kvm_msr_entry,
+    KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON, Msrs, kvm_guest_debug, kvm_msr_entry,
 };
 use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
 use patcher::machine::X86Registers;
@@ -33,6 +34,8 @@ enum Ran {
     Access,
     /// With nothing to do.
     Interrupted,
+    /// With one instruction executed, as was asked for.
+    Stepped,
     /// With the guest's end.
     Over,
 }
@@ -63,6 +66,9 @@ impl Vcpu {
             let mut stood = false;
             let next = enlisted.next(|enlisted| {
                 stood = true;
+                if enlisted.is_step_wanted() {
+                    self.step(enlisted);
+                }
                 self.settle(enlisted)
             });
             if next == Next::Leave {
@@ -92,7 +98,7 @@ impl Vcpu {
         loop {
             enlisted.only_complete();
             match self.enter() {
-                Ran::Access => {}
+                Ran::Access | Ran::Stepped => {}
                 Ran::Interrupted => break,
                 Ran::Over => return None,
             }
@@ -107,6 +113,33 @@ impl Vcpu {
             _ => 0,
         };
         Some(state::registers(&synced.regs, &synced.sregs, kernel_gs_base))
+    }
+
+    /// Executes one instruction, all but the completion of a device access that it makes, or as much of
+    /// it as there is time for.
+    fn step(&mut self, enlisted: &Enlisted<'_>) {
+        const STEP: u32 = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP;
+        let debug = |control| kvm_guest_debug { control, ..Default::default() };
+        // An interrupt that is pending would be the instruction otherwise; kernels before 5.15 do
+        // not know that they can be kept from that.
+        let set = self.fd.set_guest_debug(&debug(STEP | KVM_GUESTDBG_BLOCKIRQ));
+        if let Err(error) = set.or_else(|_| self.fd.set_guest_debug(&debug(STEP))) {
+            return enlisted.stepped(Err(error));
+        }
+        while enlisted.is_step_wanted() {
+            match self.enter() {
+                Ran::Interrupted => {}
+                // Settling completes the instruction that makes the access. Not every KVM counts it as
+                // one then, and executes the next as well.
+                Ran::Access | Ran::Stepped => enlisted.stepped(Ok(())),
+                Ran::Over => return,
+            }
+        }
+        if let Err(error) = self.fd.set_guest_debug(&debug(0)) {
+            let what = format!("a vCPU can't be taken out of single steps: {error}");
+            let exit = self.explain(End::Unexpected(what));
+            self.shared.end(exit);
+        }
     }
 
     /// One KVM_RUN and the answer to its exit.
@@ -140,6 +173,7 @@ impl Vcpu {
                 }
             }
             Ok(VcpuExit::Intr) => return Ok(Ran::Interrupted),
+            Ok(VcpuExit::Debug(_)) => return Ok(Ran::Stepped),
             // EINTR: a kick. EAGAIN: a vCPU that waits to be woken was woken.
             Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => {
                 return Ok(Ran::Interrupted);

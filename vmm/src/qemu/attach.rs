@@ -15,9 +15,10 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::claim::{Claim, ClaimError};
 use super::end::End;
-use super::found::Found;
+use super::found::{Found, RegionMemory};
 use super::gdb::Gdb;
 use super::guest::{DEATH, Guest};
+use super::ivshmem::IvshmemError;
 use super::qmp::Qmp;
 use super::stub::Stub;
 use super::{Architecture, GdbError, QmpError};
@@ -104,12 +105,17 @@ pub enum AttachError {
     },
     /// There is nowhere to put the region.
     #[error(
-        "there is no memory that QEMU has and the guest does not know of: QEMU has {total} MiB and the \
-         guest was told of {}; start QEMU with -m and the memory backend larger by 64 MiB or more than \
-         what the kernel parameter mem= says, which --mem tells if QEMU's own command line does not",
-        match told { Some(told) => format!("{} MiB", told >> 20), None => "all".to_owned() }
+        "the guest has no memory for trampolines and rings: {instead}, and QEMU has {total} MiB of RAM and \
+         the guest was told of {}; start QEMU with {}-m and the memory backend larger by 64 MiB or more \
+         than what the kernel parameter mem= says, which --mem tells if QEMU's own command line does not",
+        match told { Some(told) => format!("{} MiB", told >> 20), None => "all".to_owned() },
+        device_options(*architecture)
     )]
-    NothingHidden {
+    NoRegion {
+        /// Of what architecture the guest is.
+        architecture: Architecture,
+        /// Why no ivshmem device has memory for it.
+        instead: IvshmemError,
         /// RAM in MiB.
         total: u64,
         /// What the guest was told of, in bytes.
@@ -143,6 +149,18 @@ pub enum AttachError {
     },
 }
 
+/// The options that give a guest a device with memory, where it would have that among its own.
+fn device_options(architecture: Architecture) -> &'static str {
+    match architecture {
+        Architecture::X86_64 | Architecture::Aarch64 => {
+            "-object memory-backend-memfd,id=vmm,size=64M,share=on -device ivshmem-plain,memdev=vmm, or \
+             with "
+        }
+        // PCI memory is reached by instructions of its own there.
+        Architecture::S390x => "",
+    }
+}
+
 /// A guest could not be left as it should be.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -161,6 +179,7 @@ pub struct Attached {
     stub: Stub,
     restored: Option<Reverted>,
     architecture: Architecture,
+    region: RegionMemory,
     pid: i32,
     left: bool,
     _claim: Claim,
@@ -186,7 +205,8 @@ impl Attached {
             QmpError::Silent => AttachError::MonitorBusy(attach.qmp.clone()),
             other => other.into(),
         })?;
-        let Found { architecture, memory } = Found::look(&mut qmp, attach, pid, journal.region())?;
+        let Found { architecture, memory, region } =
+            Found::look(&mut qmp, attach, pid, journal.region())?;
         let state = qmp.query_status()?;
         // A vmm that was killed in a stop has left the guest standing.
         if state != "running" && left == 0 {
@@ -206,8 +226,16 @@ impl Attached {
         let gdb = Gdb::connect(gdb, board.order)?;
         let guest = Guest::new(memory, gdb, board, attach.stop_deadline, end)?.keeping(journal);
         guest.start()?;
-        let mut attached =
-            Self { guest, stub, restored: None, architecture, pid, left: false, _claim: claim };
+        let mut attached = Self {
+            guest,
+            stub,
+            restored: None,
+            architecture,
+            region,
+            pid,
+            left: false,
+            _claim: claim,
+        };
         if left > 0 {
             attached.restored = restore(&attached.guest)?;
         }
@@ -230,6 +258,12 @@ impl Attached {
     #[must_use]
     pub fn architecture(&self) -> Architecture {
         self.architecture
+    }
+
+    /// Which memory trampolines and rings lie in.
+    #[must_use]
+    pub fn region_memory(&self) -> &RegionMemory {
+        &self.region
     }
 
     /// The process that QEMU is.

@@ -1,6 +1,6 @@
 //! How a guest under QEMU ends, as far as it can be told from outside.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,8 @@ pub(super) struct End {
     pub over: AtomicBool,
     /// We have ended it.
     pub killed: AtomicBool,
+    /// How often it was reset.
+    pub resets: AtomicU64,
     state: Mutex<EndState>,
     changed: Condvar,
 }
@@ -78,6 +80,9 @@ impl End {
     /// Waits for what the monitor says about the guest's end.
     pub(super) fn listen(&self, mut qmp: Qmp) {
         while let Ok(event) = qmp.next_event() {
+            if event.name == "RESET" {
+                self.resets.fetch_add(1, Ordering::SeqCst);
+            }
             if event.name == "SHUTDOWN" {
                 self.state().reason = match event.reason.as_deref() {
                     Some("guest-shutdown") => Some(GuestExit::PowerOff),

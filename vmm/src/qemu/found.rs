@@ -1,22 +1,68 @@
 //! What a monitor tells of a machine that somebody else has started: its kind, and its memory.
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use patcher::addr::Gpa;
 use patcher::journal::RegionMark;
+use patcher::region::{LEAF_BYTES, Part};
 use serde_json::{Value, json};
 
-use super::Architecture;
 use super::attach::{Attach, AttachError};
 use super::board::Hole;
+use super::ivshmem::{self, Device, IvshmemError};
 use super::memory::{Layout, Memory};
 use super::qmp::Qmp;
+use super::{Architecture, QmpError};
 
 /// What was found at a monitor.
 pub(super) struct Found {
     pub architecture: Architecture,
     pub memory: Memory,
+    pub region: RegionMemory,
+}
+
+/// Which memory of a guest's the region lies in, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RegionMemory {
+    /// RAM that QEMU has and the parameter `mem=` keeps from the guest's kernel.
+    Hidden {
+        /// Why it is not an ivshmem device's.
+        instead: IvshmemError,
+    },
+    /// An ivshmem device's.
+    Ivshmem {
+        /// What the device is called.
+        name: String,
+        /// Where it is in the guest.
+        at: Gpa,
+        /// There is hidden RAM too.
+        hidden_too: bool,
+    },
+}
+
+impl fmt::Display for RegionMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RegionMemory::Hidden { instead } => {
+                write!(f, "trampolines and rings lie in RAM that mem= hides from the guest")?;
+                match instead {
+                    IvshmemError::Absent => Ok(()),
+                    instead => write!(f, ": {instead}"),
+                }
+            }
+            RegionMemory::Ivshmem { name, at, hidden_too } => {
+                write!(f, "trampolines and rings lie in the memory of {name}, at {at}")?;
+                match hidden_too {
+                    true => write!(f, ", which is preferred to RAM that mem= hides from the guest"),
+                    false => Ok(()),
+                }
+            }
+        }
+    }
 }
 
 impl Found {
@@ -35,10 +81,7 @@ impl Found {
         let architecture: Architecture =
             target.parse().map_err(|_| AttachError::Machine(format!("a machine for {target}")))?;
         let board = architecture.board();
-        let mut ask = |path: &str, property: &str| {
-            qmp.execute_with("qom-get", &json!({ "path": path, "property": property }))
-        };
-        let machine = ask("/machine", "type")?;
+        let machine = ask(qmp, "/machine", "type")?;
         let machine = machine.as_str().unwrap_or_default();
         let hole = if machine.starts_with("pc-i440fx-") {
             Some(I440FX)
@@ -47,30 +90,57 @@ impl Found {
         } else {
             return Err(AttachError::Machine(machine.chars().take(80).collect()));
         };
-        let backend = ask("/machine", "memory-backend")?;
+        let backend = ask(qmp, "/machine", "memory-backend")?;
         let backend = backend.as_str().filter(|path| path.starts_with('/'));
         let backend = backend.ok_or(AttachError::MemoryNotShared)?;
-        if ask(backend, "share")? != Value::Bool(true) {
+        if ask(qmp, backend, "share")? != Value::Bool(true) {
             return Err(AttachError::MemoryNotShared);
         }
-        let total = ask(backend, "size")?.as_u64().ok_or(AttachError::MemoryNotShared)?;
-        let path = ask(backend, "mem-path").ok();
-        let path = path.as_ref().and_then(Value::as_str).filter(|path| !path.is_empty());
+        let total = ask(qmp, backend, "size")?.as_u64().ok_or(AttachError::MemoryNotShared)?;
+        let ram = Backing::open(qmp, pid, backend, total)?;
 
         let told = attach.told.or_else(|| told(pid));
-        let nothing = AttachError::NothingHidden { total: total >> 20, told };
-        let layout = told.and_then(|told| Layout::found(board.ram_base, hole, total, told));
-        let layout =
-            layout.ok_or(nothing)?.with_rings(known.map_or(attach.rings, |mark| mark.rings.len));
-        let (what, file) = ram(pid, path, total)?;
-        let failed = |source| AttachError::Memory { what: what.clone(), source };
-        let memory = Memory::of(file, &layout).map_err(failed)?;
-        let empty = memory.is_empty().map_err(failed)?;
-        if known.is_none() && !empty {
+        let hidden = told.and_then(|told| Layout::found(board.ram_base, hole, total, told));
+        let is_known = |at: Gpa| known.is_some_and(|mark| mark.memory == at);
+        let most = |at: Gpa| match known {
+            Some(mark) if is_known(at) => mark.rings.len,
+            _ => attach.rings,
+        };
+        let instead = match ivshmem::find(qmp)? {
+            Ok(_) if hidden.is_some_and(|hidden| is_known(Gpa(hidden.region()))) => {
+                IvshmemError::Later
+            }
+            Ok(Device { name, gpa, size, backend }) => {
+                let region = Backing::open(qmp, pid, &backend, size)?;
+                let layout = Layout::whole(board.ram_base, hole, total);
+                let rings = (size - Part::Rings.offset()).min(most(gpa));
+                let rings = rings - rings % LEAF_BYTES;
+                let memory = Memory::beside(ram.file()?, &layout, &region.file, gpa, rings);
+                let memory = memory.map_err(|source| region.failed(source))?;
+                if is_known(gpa) || memory.is_empty().map_err(|source| region.failed(source))? {
+                    let hidden_too = hidden.is_some();
+                    let region = RegionMemory::Ivshmem { name, at: gpa, hidden_too };
+                    return Ok(Self { architecture, memory, region });
+                }
+                IvshmemError::Taken(name)
+            }
+            Err(instead) => instead,
+        };
+        let Some(layout) = hidden else {
+            return Err(AttachError::NoRegion { architecture, instead, total: total >> 20, told });
+        };
+        let at = Gpa(layout.region());
+        let memory = Memory::of(ram.file()?, &layout.with_rings(most(at)));
+        let memory = memory.map_err(|source| ram.failed(source))?;
+        if !is_known(at) && !memory.is_empty().map_err(|source| ram.failed(source))? {
             return Err(AttachError::RegionTaken(told.unwrap_or_default()));
         }
-        Ok(Self { architecture, memory })
+        Ok(Self { architecture, memory, region: RegionMemory::Hidden { instead } })
     }
+}
+
+fn ask(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, QmpError> {
+    qmp.execute_with("qom-get", &json!({ "path": path, "property": property }))
 }
 
 /// The older PC, whose hole begins elsewhere (QEMU's `hw/i386/pc_piix.c`).
@@ -107,15 +177,39 @@ fn size(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_shl(shift).filter(|size| *size > 0)
 }
 
-/// Opens the file that process `pid` has as the guest's RAM: the one at `path`, or else a memfd of so
-/// many bytes, through the process's own descriptors. So a file without a name is found as well.
-fn ram(pid: i32, path: Option<&str>, bytes: u64) -> Result<(String, File), AttachError> {
-    let folder = PathBuf::from(format!("/proc/{pid}/fd"));
-    let what = path.map_or_else(|| format!("a memfd of process {pid}"), str::to_owned);
-    let failed = |source| AttachError::Memory { what: what.clone(), source };
+/// The file behind a memory backend of QEMU's.
+struct Backing {
+    /// What it is called.
+    what: String,
+    file: File,
+}
+
+impl Backing {
+    /// Opens the file that process `pid` has for so many bytes of memory: the one at the backend's path,
+    /// or else a memfd, through the process's own descriptors. So a file without a name is found as well.
+    fn open(qmp: &mut Qmp, pid: i32, backend: &str, bytes: u64) -> Result<Self, AttachError> {
+        let path = ask(qmp, backend, "mem-path").ok();
+        let path = path.as_ref().and_then(Value::as_str).filter(|path| !path.is_empty());
+        let what = path.map_or_else(|| format!("a memfd of process {pid}"), str::to_owned);
+        match open(pid, path, bytes) {
+            Ok(file) => Ok(Self { what, file }),
+            Err(source) => Err(AttachError::Memory { what, source }),
+        }
+    }
+
+    fn file(&self) -> Result<File, AttachError> {
+        self.file.try_clone().map_err(|source| self.failed(source))
+    }
+
+    fn failed(&self, source: io::Error) -> AttachError {
+        AttachError::Memory { what: self.what.clone(), source }
+    }
+}
+
+fn open(pid: i32, path: Option<&str>, bytes: u64) -> io::Result<File> {
     let open = |path: &Path| OpenOptions::new().read(true).write(true).open(path);
     let mut found = Vec::new();
-    for entry in fs::read_dir(&folder).map_err(failed)?.flatten() {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))?.flatten() {
         let Ok(target) = fs::read_link(entry.path()) else { continue };
         let target = target.to_string_lossy();
         let is_it = match path {
@@ -130,12 +224,12 @@ fn ram(pid: i32, path: Option<&str>, bytes: u64) -> Result<(String, File), Attac
         }
     }
     match (found.as_slice(), path) {
-        ([one], _) => Ok((what.clone(), open(one).map_err(failed)?)),
-        ([], Some(path)) => Ok((what.clone(), open(Path::new(path)).map_err(failed)?)),
-        (several, _) => Err(failed(io::Error::other(format!(
-            "{} of its open files could be it",
+        ([one], _) => open(one),
+        ([], Some(path)) => open(Path::new(path)),
+        (several, _) => Err(io::Error::other(format!(
+            "{} of its open files could be it; give each memory backend a size of its own",
             several.len()
-        )))),
+        ))),
     }
 }
 

@@ -131,7 +131,8 @@ impl Guest {
     /// whether the guest stands or runs: it is ended if it is ours, and lost if not.
     fn failed(&self, what: &'static str, error: GdbError) -> StopError {
         match error {
-            GdbError::Silent(waited) if what == STOP => StopError::Silent { vcpu: 0, waited },
+            // Which of them it is that does not stop QEMU does not tell.
+            GdbError::Silent(waited) if what == STOP => StopError::Silent { vcpu: None, waited },
             // It is gone for whoever asks next as well.
             GdbError::Closed if self.end.wait(Some(DEATH)).is_some() => StopError::Gone,
             error => {
@@ -188,6 +189,10 @@ impl Machine for Guest {
 
     fn journal(&self) -> Option<&Journal> {
         self.journal.as_ref()
+    }
+
+    fn resets(&self) -> u64 {
+        self.end.resets.load(Ordering::SeqCst)
     }
 
     fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {

@@ -68,17 +68,31 @@ impl Layout {
         Some(Self { base: board.ram_base, hole, told, rings, total })
     }
 
-    /// For a machine that somebody else has started with `total` bytes of RAM, of which its guest was
-    /// told of `told`: all of the rest is for the region, but for the end, where firmware may have its
-    /// tables. `None` if that is too little, or lies around a hole.
-    pub(super) fn found(base: u64, hole: Option<Hole>, total: u64, told: u64) -> Option<Self> {
-        let hole = hole.filter(|hole| total >= hole.from);
-        let mut layout = Self { base, hole, told, rings: 0, total };
+    /// For a machine that somebody else has started with `total` bytes of RAM, whose kernel has the
+    /// parameter `mem`: all of what that keeps from it is for the region, but for the end, where firmware
+    /// may have its tables. `None` if that is too little, or lies around a hole.
+    pub(super) fn found(base: u64, hole: Option<Hole>, total: u64, mem: u64) -> Option<Self> {
+        let mut layout = Self::whole(base, hole, total);
+        layout.told = match layout.hole {
+            // The parameter is an address.
+            Some(Hole { start, end, .. }) if mem >= end => mem - end + start,
+            Some(Hole { start, .. }) => mem.min(start),
+            None => mem,
+        };
+        if layout.told > total {
+            return None;
+        }
         let region = layout.file_offset(layout.region());
-        let room = total.checked_sub(region + BEFORE_RINGS + TABLES)?;
+        let room = total.checked_sub(region.checked_add(BEFORE_RINGS + TABLES)?)?;
         layout.rings = room - room % LEAF_BYTES;
-        let behind_hole = hole.is_none_or(|hole| told >= hole.start);
-        (told > 0 && layout.rings >= LEAF_BYTES && behind_hole).then_some(layout)
+        let behind_hole = layout.hole.is_none_or(|hole| layout.told >= hole.start);
+        (mem > 0 && layout.rings >= LEAF_BYTES && behind_hole).then_some(layout)
+    }
+
+    /// For a machine with `total` bytes of RAM and no region in it.
+    pub(super) fn whole(base: u64, hole: Option<Hole>, total: u64) -> Self {
+        let hole = hole.filter(|hole| total >= hole.from);
+        Self { base, hole, told: total, rings: 0, total }
     }
 
     /// The same with no more than so many bytes for rings.
@@ -107,7 +121,8 @@ impl Layout {
         self.told_end() - self.base
     }
 
-    fn region(&self) -> u64 {
+    /// Where the region begins in guest-physical memory.
+    pub(super) fn region(&self) -> u64 {
         let end = self.told_end().next_multiple_of(LEAF_BYTES);
         self.hole.map_or(end, |hole| end.max(hole.end))
     }
@@ -145,25 +160,28 @@ impl Memory {
     /// # Errors
     /// What the host says, or that the file is too small.
     pub(super) fn of(file: File, layout: &Layout) -> io::Result<Self> {
-        if file.metadata()?.len() < layout.total {
-            return Err(io::Error::other("it is smaller than the guest's memory"));
+        let ram = ram(&file, layout)?;
+        let region = Piece { file: &file, offset: layout.file_offset(layout.region()) };
+        let region = region.map(layout.region(), layout.rings)?;
+        Ok(Self { file, ram, region })
+    }
+
+    /// The same with the region at `gpa`, with so many bytes for rings, which is a file of its own.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub(super) fn beside(
+        file: File,
+        layout: &Layout,
+        region: &File,
+        gpa: Gpa,
+        rings: u64,
+    ) -> io::Result<Self> {
+        let ram = ram(&file, layout)?;
+        if region.metadata()?.len() < BEFORE_RINGS + rings {
+            return Err(io::Error::other("it is smaller than the device's memory"));
         }
-        let map = |(at, bytes)| -> io::Result<GuestRegionMmap<()>> {
-            let file = FileOffset::new(file.try_clone()?, layout.file_offset(at));
-            let mapping = MmapRegion::from_file(file, bytes as usize).map_err(io::Error::other)?;
-            GuestRegionMmap::new(mapping, GuestAddress(at))
-                .ok_or_else(|| io::Error::other("memory would end above the last address"))
-        };
-        let told = layout.told_ranges();
-        let ram = told
-            .map(|range| (range.start, range.end - range.start))
-            .map(map)
-            .collect::<io::Result<Vec<_>>>()?;
-        let ram = GuestMemoryMmap::from_regions(ram).map_err(io::Error::other)?;
-        let region = Part::ALL.into_iter().map(|part| -> io::Result<_> {
-            Ok((part, map((layout.region() + part.offset(), part.len(layout.rings)))?))
-        });
-        let region = region.collect::<io::Result<_>>()?;
+        let region = Piece { file: region, offset: 0 }.map(gpa.0, rings)?;
         Ok(Self { file, ram, region })
     }
 
@@ -195,6 +213,41 @@ impl Memory {
         }
         Ok(true)
     }
+}
+
+fn ram(file: &File, layout: &Layout) -> io::Result<GuestMemoryMmap<()>> {
+    if file.metadata()?.len() < layout.total {
+        return Err(io::Error::other("it is smaller than the guest's memory"));
+    }
+    let ranges = layout.told_ranges().map(|range| {
+        map(file, layout.file_offset(range.start), range.start, range.end - range.start)
+    });
+    let ranges = ranges.collect::<io::Result<Vec<_>>>()?;
+    GuestMemoryMmap::from_regions(ranges).map_err(io::Error::other)
+}
+
+/// Where the region's memory is.
+struct Piece<'a> {
+    file: &'a File,
+    offset: u64,
+}
+
+impl Piece<'_> {
+    /// Maps the parts, which the guest has from `gpa` on.
+    fn map(&self, gpa: u64, rings: u64) -> io::Result<Vec<(Part, GuestRegionMmap<()>)>> {
+        let parts = Part::ALL.into_iter().map(|part| {
+            let (begin, len) = (part.offset(), part.len(rings));
+            Ok((part, map(self.file, self.offset + begin, gpa + begin, len)?))
+        });
+        parts.collect()
+    }
+}
+
+fn map(file: &File, offset: u64, gpa: u64, bytes: u64) -> io::Result<GuestRegionMmap<()>> {
+    let file = FileOffset::new(file.try_clone()?, offset);
+    let mapping = MmapRegion::from_file(file, bytes as usize).map_err(io::Error::other)?;
+    GuestRegionMmap::new(mapping, GuestAddress(gpa))
+        .ok_or_else(|| io::Error::other("memory would end above the last address"))
 }
 
 fn window(region: &GuestRegionMmap<()>) -> RegionWindow<'_> {
@@ -260,7 +313,12 @@ mod tests {
         assert_eq!(found(512 * MIB, 512 * MIB), None);
         assert_eq!(found(536 * MIB, 514 * MIB), None, "tables may lie at the end");
         assert_eq!(found(4 * GIB, GIB), None, "part of it lies below the hole");
-        assert_eq!(found(4 * GIB, 3 * GIB).unwrap().region(), 5 * GIB);
+        // The parameter is an address: 2 GiB lie below the hole, and 1 GiB above it.
+        let layout = found(4 * GIB, 5 * GIB).unwrap();
+        assert_eq!((layout.region(), layout.file_offset(layout.region())), (5 * GIB, 3 * GIB));
+        assert_eq!(found(4 * GIB, 3 * GIB).unwrap().region(), 4 * GIB);
+        assert_eq!(found(4 * GIB, 6 * GIB), None);
+        assert_eq!(found(4 * GIB, u64::MAX), None);
     }
 
     #[test]

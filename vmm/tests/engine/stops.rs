@@ -10,7 +10,7 @@ use crate::toys::{
     wait_for_progress, wait_until, x86,
 };
 use patcher::addr::Gpa;
-use patcher::machine::{Machine, StopError, TextWrite};
+use patcher::machine::{Machine, StopError, Stopped, TextWrite};
 use patcher::region::Part;
 use vmm::kvm::{BareGuest, GuestExit, Hardware, Vm};
 
@@ -36,6 +36,34 @@ fn no_stop_leaves_a_port_access_half_done() {
         stopped.resume().unwrap();
     }
     assert!(inside_access > 0, "no stop caught a vCPU at the access");
+    (0..2).for_each(|vcpu| wait_for_progress(&vm, vcpu));
+}
+
+#[test]
+fn a_vcpu_that_stands_executes_one_instruction_at_a_time_and_the_others_none() {
+    let (writes, guest) = PortWrites::watch(2, WRITE_PORT);
+    let vm = run(2, guest);
+    wait_until(|| count(&vm, 0) > 0 && count(&vm, 1) > 0);
+    let mut stopped = vm.stop().unwrap();
+    let at = |stopped: &mut dyn Stopped, vcpu| stopped.registers(vcpu).unwrap().pc() - CODE;
+    let other = (at(&mut *stopped, 1), count(&vm, 1), writes.of(1));
+    let mut before = at(&mut *stopped, 0);
+    let (mut counted, mut written) = (count(&vm, 0), writes.of(0));
+    for _ in 0..300 {
+        stopped.step(0).unwrap();
+        let now = at(&mut *stopped, 0);
+        match (before, now) {
+            (6, 7) => written += 1,
+            (7, 15) => counted += 1,
+            (15, 6) => {}
+            _ => panic!("the vCPU came from {before} to {now}"),
+        }
+        assert_eq!((count(&vm, 0), writes.of(0)), (counted, written));
+        before = now;
+    }
+    assert_eq!((at(&mut *stopped, 1), count(&vm, 1), writes.of(1)), other);
+    assert!(matches!(stopped.step(2), Err(StopError::NoSuchVcpu { vcpu: 2, count: 2 })));
+    stopped.resume().unwrap();
     (0..2).for_each(|vcpu| wait_for_progress(&vm, vcpu));
 }
 
@@ -164,7 +192,7 @@ fn a_stop_that_one_vcpu_does_not_answer_names_it_and_lets_the_others_run() {
     wait_until(|| inside.load(Ordering::SeqCst));
     for _ in 0..3 {
         match vm.stop().map(drop) {
-            Err(StopError::Silent { vcpu: 1, waited }) => assert!(waited >= deadline),
+            Err(StopError::Silent { vcpu: Some(1), waited }) => assert!(waited >= deadline),
             other => panic!("{other:?}"),
         }
         wait_for_progress(&vm, 0);
@@ -172,7 +200,7 @@ fn a_stop_that_one_vcpu_does_not_answer_names_it_and_lets_the_others_run() {
     }
     // The others can be looked at meanwhile.
     assert!(vm.sample(0).is_ok() && vm.sample(2).is_ok());
-    assert!(matches!(vm.sample(1), Err(StopError::Silent { vcpu: 1, .. })));
+    assert!(matches!(vm.sample(1), Err(StopError::Silent { vcpu: Some(1), .. })));
     drop(release);
     wait_for_progress(&vm, 1);
     wait_until(|| vm.stop().is_ok());

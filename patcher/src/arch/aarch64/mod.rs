@@ -26,6 +26,7 @@ mod pads;
 pub mod paging;
 mod relocations;
 mod stacks;
+mod swaps;
 mod trampoline;
 
 /// The aarch64 architecture.
@@ -182,6 +183,10 @@ impl Arch for Aarch64 {
         let returns = [0xd65f_03c0_u32, 0xd65f_0bff, 0xd65f_0fff].map(u32::to_le_bytes);
         let plain = text.chunks_exact(4).filter(|word| returns.iter().any(|ret| ret == word));
         ReturnCount { plain: plain.count(), through: vec![0; thunks.len()] }
+    }
+
+    fn compared_and_swapped(&self, text: &[u8], at: Gva) -> Vec<Gva> {
+        swaps::compared_and_swapped(text, at)
     }
 
     fn cpu_number(&self) -> CpuNumber {

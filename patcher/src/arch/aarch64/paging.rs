@@ -86,11 +86,11 @@ const fn level(
     }
 }
 
-static THREE_LEVELS: TableFormat = format("aarch64 39-bit", 39, LEVELS.split_at(1).1);
-static FOUR_LEVELS: TableFormat = format("aarch64 48-bit", 48, &LEVELS);
+pub(super) static THREE_LEVELS: TableFormat = format("aarch64 39-bit", 39, LEVELS.split_at(1).1);
+pub(super) static FOUR_LEVELS: TableFormat = format("aarch64 48-bit", 48, &LEVELS);
 static FOUR_WIDE_LEVELS: TableFormat =
     format("aarch64 48-bit, 52-bit memory", 48, WIDE_LEVELS.split_at(1).1);
-static FIVE_LEVELS: TableFormat = format("aarch64 52-bit", 52, &WIDE_LEVELS);
+pub(super) static FIVE_LEVELS: TableFormat = format("aarch64 52-bit", 52, &WIDE_LEVELS);
 
 const fn format(name: &'static str, va_bits: u32, levels: &'static [Level]) -> TableFormat {
     TableFormat { name, byte_order: ByteOrder::Little, va_bits, above: HighBits::Ones, levels }

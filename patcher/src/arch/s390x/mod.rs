@@ -19,6 +19,7 @@ pub mod paging;
 mod relocations;
 mod returns;
 mod stacks;
+mod swaps;
 mod trampoline;
 
 /// The s390x architecture.
@@ -164,6 +165,10 @@ impl Arch for S390X {
 
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
         returns::count(text, at, thunks)
+    }
+
+    fn compared_and_swapped(&self, text: &[u8], at: Gva) -> Vec<Gva> {
+        swaps::compared_and_swapped(text, at)
     }
 
     fn cpu_number(&self) -> CpuNumber {

@@ -24,10 +24,13 @@ pub static CPU: [CpuStack; 4] = [stack(0x368), stack(0x360), stack(0x358), stack
 
 /// PSW: the processor runs a process (problem state).
 const PROBLEM_STATE: u64 = 1 << 48;
+/// PSW: addresses have 64 bits.
+const WIDE: u64 = 3 << 31;
 
 pub fn standing(registers: &Registers) -> Standing {
     match registers {
-        Registers::S390x(s390x) if super::paging::address_spaces(s390x).is_ok() => {
+        // Kernels run some code without address translation.
+        Registers::S390x(s390x) if s390x.psw_mask & WIDE == WIDE => {
             if s390x.psw_mask & PROBLEM_STATE != 0 {
                 return Standing::User;
             }
@@ -42,4 +45,33 @@ pub fn standing(registers: &Registers) -> Standing {
 pub fn cpu_area(registers: &Registers) -> Option<CpuArea> {
     let Registers::S390x(s390x) = registers else { return None };
     s390x.prefix.map(|prefix| CpuArea::Fixed(Gpa(prefix)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::S390xRegisters;
+
+    #[test]
+    fn a_cpu_in_problem_state_runs_a_process() {
+        // As kernels have them: home space, waiting; primary space, problem state; without translation.
+        let mut gprs = [0; 16];
+        (gprs[14], gprs[15]) = (0x12_3456, 0x37f_fd00_3b58);
+        let standing = |psw_mask| {
+            standing(&Registers::S390x(S390xRegisters { psw_mask, gprs, ..Default::default() }))
+        };
+        let kernel = Standing::Kernel { sp: Gva(gprs[15]), links: gprs.to_vec() };
+        assert_eq!(standing(0x0706_c001_8000_0000), kernel);
+        assert_eq!(standing(0x0404_c001_8000_0000), kernel);
+        assert_eq!(standing(0x0000_0001_8000_0000), kernel);
+        assert_eq!(standing(0x0705_2001_8000_0000), Standing::User);
+        assert_eq!(standing(0), Standing::Elsewhere);
+    }
+
+    #[test]
+    fn a_cpu_without_a_known_prefix_has_no_known_area() {
+        let registers = |prefix| Registers::S390x(S390xRegisters { prefix, ..Default::default() });
+        assert_eq!(cpu_area(&registers(None)), None);
+        assert_eq!(cpu_area(&registers(Some(0x1db_4000))), Some(CpuArea::Fixed(Gpa(0x1db_4000))));
+    }
 }

@@ -2,6 +2,7 @@
 
 use memchr::memmem;
 
+use super::returns::KeptReturns;
 use super::{Comm, Reader, TaskLayoutError};
 use super::{structure, walk};
 use crate::addr::Gva;
@@ -39,6 +40,7 @@ pub(super) struct Fields {
     /// Whether it is on a CPU, and how many bytes this has.
     pub on_cpu: Option<(u64, OnCpu)>,
     pub queues: Option<QueueFields>,
+    pub returns: KeptReturns,
 }
 
 /// How wide the field is that tells whether a task is on a CPU.
@@ -77,6 +79,16 @@ impl TaskLayout {
     /// Where a task keeps registers in place of its stack, and how many, 8 bytes each.
     pub(crate) fn registers(&self) -> Option<(u64, usize)> {
         self.fields.registers
+    }
+
+    /// The addresses to which the task at `task` returns that the guest's own tracing has taken off
+    /// its stack.
+    pub(crate) fn kept_returns(
+        &self,
+        reader: &mut Reader<'_>,
+        task: Gva,
+    ) -> Result<Vec<u64>, TasksError> {
+        self.fields.returns.of(reader, task)
     }
 }
 
@@ -136,6 +148,7 @@ fn by_types(kernel: &Kernel, ram: &dyn PhysMem) -> Result<Fields, TypesError> {
         thread_head: of("signal_struct", "thread_head")?,
         on_cpu: on_cpu().ok(),
         queues: queues().ok(),
+        returns: KeptReturns::by_types(&types),
     })
 }
 

@@ -17,6 +17,7 @@ use crate::mem::PhysMem;
 
 mod layout;
 mod reader;
+mod returns;
 mod structure;
 mod walk;
 
@@ -136,6 +137,14 @@ pub enum TasksError {
     /// There are more tasks than any kernel has.
     #[error("the kernel has more than {most} tasks: its lists are not sound")]
     TooMany {
+        /// The most that are believed.
+        most: usize,
+    },
+    /// The guest's own tracing seems to keep more of a task than it can.
+    #[error("the guest's own tracing keeps more than {most} calls of the task at {task}")]
+    EndlessReturns {
+        /// Where the task is.
+        task: Gva,
         /// The most that are believed.
         most: usize,
     },

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use super::layout::{Fields, STACK_SIZES, TaskLayout, names_in_image};
+use super::returns::KeptReturns;
 use super::walk::STACK_END;
 use super::{Comm, Reader, TaskLayoutError};
 use crate::addr::Gva;
@@ -23,6 +24,9 @@ const MAX_LINKS: usize = 1 << 20;
 
 /// The kernel's thread that creates the others, process 2 in every kernel. It is the third in the ring.
 const CREATOR: &[u8] = b"kthreadd";
+
+/// The most bytes of a task in front of its stack (`struct thread_info` and the task's state).
+const FLAGS: u64 = 256;
 
 /// How far the run queue's pointer to its idle task may be from what a task of the kernel's waits in,
 /// which is a part of the run queue, in bytes.
@@ -135,6 +139,10 @@ fn by_sample(
         only(distances().filter(|at| sample.iter().all(|task| is_stack(reader, task.u64(*at)))))
             .ok_or("stack")?;
     let begin = begin(&sample).ok_or("beginning")?;
+    // Only flags come before the stack.
+    if !(8..FLAGS).contains(&stack.wrapping_sub(begin)) {
+        return Err("beginning");
+    }
     let sp = only(distances().filter(|at| {
         sample.iter().all(|task| {
             let depth = task.u64(*at).wrapping_sub(task.u64(stack));
@@ -157,6 +165,7 @@ fn by_sample(
         thread_head,
         on_cpu: None,
         queues: None,
+        returns: KeptReturns::default(),
     };
     let first = members[0] + begin;
     let idle = idle_tasks(reader, &sample, first, &fields)?;

@@ -80,6 +80,10 @@ fn ask_everything(kernel: &Kernel, ram: &dyn PhysMem) {
     let _ = kernel.panicked(ram);
     let _ = kernel.is_current(ram);
     let _ = kernel.is_run_by(ram, &Registers::X86_64(X86Registers::default()));
+    let _ = kernel.build_id(ram);
+    if let Ok(layout) = kernel.task_layout(ram) {
+        let _ = kernel.tasks(ram, &layout);
+    }
     let parts = Part::ALL.map(|part| PartMemory {
         part,
         gpa: Gpa(1 << 32) + part.offset(),
@@ -98,6 +102,10 @@ fn targets(guest: &Guest) -> Vec<(Gva, u64)> {
         (guest.functions[0].entry, 0x1000),
         (guest.kallsyms.start, guest.kallsyms.end.0 - guest.kallsyms.start.0),
         (guest.symbol("linux_banner"), 0x100),
+        (guest.symbol("init_task"), 0x2000),
+        (guest.tasks[1].at, 0x8000),
+        (guest.tasks[1].stack, 0x4000),
+        (guest.run_queue(0), 0x4000),
     ]
 }
 
@@ -107,7 +115,7 @@ proptest! {
     #[test]
     fn nothing_that_a_guest_writes_makes_us_panic(
         changes in prop::collection::vec(
-            (0usize..7, any::<prop::sample::Index>(), any::<u64>(), 0u32..64),
+            (0usize..11, any::<prop::sample::Index>(), any::<u64>(), 0u32..64),
             1..60,
         ),
         after_it_was_found in any::<bool>(),

@@ -7,6 +7,7 @@ mod pads;
 mod probes;
 mod tables;
 mod tables_made;
+mod tasks;
 
 use crate::addr::Gva;
 use crate::synthetic::{Blueprint, Guest, TableOrder};

@@ -11,6 +11,9 @@ use crate::kernel::Comm;
 use crate::livepatch::{StackCheck, StackError, Stander};
 use crate::machine::{Machine, Stopped, TextWrite};
 
+/// What standers in loggers and stubs are said to be in.
+pub(super) const TRAMPOLINE: &str = "a trampoline";
+
 /// Looks who stands where nobody may, and how long that has taken, and writes what can be written only
 /// while the guest stands. The first thing that is not as it must be ends it.
 pub(super) struct Check<'a> {
@@ -42,8 +45,6 @@ pub(super) enum Found {
     Wrong(PatchError),
 }
 
-/// How often tasks are looked for again in the same stop if their lists are just being changed: they
-/// will not be otherwise until the guest goes on.
 impl Check<'_> {
     fn look(&mut self, stopped: &mut dyn Stopped, since: Instant) -> Result<(), HeldBack> {
         let standers = match self.standers(stopped) {
@@ -72,7 +73,7 @@ impl Check<'_> {
 
     /// Who stands in watched code. The address to which a trampoline goes back may be in a register and
     /// nowhere else: a vCPU in one may be on its way to anywhere.
-    fn standers(&self, stopped: &mut dyn Stopped) -> Result<Vec<Stander>, StackError> {
+    pub fn standers(&self, stopped: &mut dyn Stopped) -> Result<Vec<Stander>, StackError> {
         let Some(stacks) = self.stacks else { return Ok(Vec::new()) };
         let vcpus = self.machine.vcpus();
         let mut standers = stacks.run(self.machine.ram(), stopped, vcpus)?;
@@ -81,7 +82,7 @@ impl Check<'_> {
                 standers.push(Stander {
                     pid: 0,
                     comm: Comm::new([0; Comm::LEN]),
-                    function: Arc::from("a trampoline"),
+                    function: Arc::from(TRAMPOLINE),
                     vcpu: Some(vcpu),
                 });
             }

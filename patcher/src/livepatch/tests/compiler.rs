@@ -22,14 +22,14 @@ const COMMON: &[&str] = &[
 
 /// A toolchain and the flags with which a kernel is built by it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Compiler {
+pub(in crate::livepatch) struct Compiler {
     /// What the names of its programs begin with.
-    pub(super) prefix: &'static str,
+    pub(in crate::livepatch) prefix: &'static str,
     flags: &'static [&'static str],
 }
 
 /// arch/x86/Makefile
-pub(super) const X86_64: Compiler = Compiler {
+pub(in crate::livepatch) const X86_64: Compiler = Compiler {
     prefix: "",
     flags: &[
         "-m64",
@@ -44,23 +44,23 @@ pub(super) const X86_64: Compiler = Compiler {
 };
 
 /// arch/s390/Makefile
-pub(super) const S390X: Compiler = Compiler {
+pub(in crate::livepatch) const S390X: Compiler = Compiler {
     prefix: "s390x-linux-gnu-",
     flags: &["-m64", "-march=z10", "-mbackchain", "-mpacked-stack", "-msoft-float"],
 };
 
 /// arch/arm64/Makefile
-pub(super) const AARCH64: Compiler = Compiler {
+pub(in crate::livepatch) const AARCH64: Compiler = Compiler {
     prefix: "aarch64-linux-gnu-",
     flags: &["-mgeneral-regs-only", "-mno-outline-atomics", "-mabi=lp64", "-fno-PIE"],
 };
 
 /// A folder that is gone with its owner.
 #[derive(Debug)]
-pub(super) struct Folder(PathBuf);
+pub(in crate::livepatch) struct Folder(PathBuf);
 
 impl Folder {
-    pub(super) fn new() -> Self {
+    pub(in crate::livepatch) fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("vmm-payload-{}-{number}", std::process::id());
@@ -69,7 +69,7 @@ impl Folder {
         Self(path)
     }
 
-    pub(super) fn file(&self, name: &str) -> PathBuf {
+    pub(in crate::livepatch) fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 }
@@ -81,7 +81,7 @@ impl Drop for Folder {
 }
 
 /// Runs a tool of the toolchain, which has to succeed.
-pub(super) fn run(command: &mut Command) {
+pub(in crate::livepatch) fn run(command: &mut Command) {
     let output = command
         .output()
         .unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/setup.sh installs it"));
@@ -91,12 +91,12 @@ pub(super) fn run(command: &mut Command) {
 
 impl Compiler {
     /// One of the toolchain's programs.
-    pub(super) fn tool(&self, name: &str) -> Command {
+    pub(in crate::livepatch) fn tool(&self, name: &str) -> Command {
         Command::new(format!("{}{name}", self.prefix))
     }
 
     /// Compiles C, or with `.s` as the suffix assembly, into `folder`.
-    pub(super) fn compile_into(
+    pub(in crate::livepatch) fn compile_into(
         &self,
         folder: &Folder,
         source: &str,
@@ -111,14 +111,14 @@ impl Compiler {
     }
 
     /// The object made of this assembly.
-    pub(super) fn assemble(&self, source: &str) -> Vec<u8> {
+    pub(in crate::livepatch) fn assemble(&self, source: &str) -> Vec<u8> {
         let folder = Folder::new();
         let object = self.compile_into(&folder, source, ".s", &[]);
         fs::read(object).expect("the assembler has written it")
     }
 
     /// The object made of this C.
-    pub(super) fn compile(&self, source: &str, flags: &[&str]) -> Vec<u8> {
+    pub(in crate::livepatch) fn compile(&self, source: &str, flags: &[&str]) -> Vec<u8> {
         let folder = Folder::new();
         let object = self.compile_into(&folder, source, ".c", flags);
         fs::read(object).expect("the compiler has written it")

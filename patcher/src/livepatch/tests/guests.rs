@@ -1,7 +1,5 @@
 //! Kernels that are nothing but symbols, and room for payloads where kernels have it.
 
-use std::sync::Arc;
-
 use super::compiler::{AARCH64, Compiler, S390X, X86_64};
 use crate::addr::Gva;
 use crate::arch::{self, Arch, ReturnForm};
@@ -71,7 +69,7 @@ impl Setting {
     /// A kernel with these symbols.
     pub(super) fn view<'a>(&self, symbols: &'a Symbols, returns: ReturnForm) -> KernelView<'a> {
         let text = Gva(self.kernel)..Gva(self.kernel + TEXT);
-        KernelView { arch: self.arch, symbols, text, returns, modules: &no_modules }
+        KernelView { arch: self.arch, symbols, text, returns, modules: Box::new(|_| None) }
     }
 
     /// Room for a payload.
@@ -88,8 +86,4 @@ impl Setting {
             text_is_used: false,
         }
     }
-}
-
-fn no_modules(_name: &str) -> Option<Arc<str>> {
-    None
 }

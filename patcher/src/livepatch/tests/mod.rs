@@ -1,6 +1,6 @@
 //! Payloads made by compilers, linked and looked at.
 
-mod compiler;
+pub(super) mod compiler;
 mod edges;
 mod guests;
 mod hostile;

@@ -117,7 +117,7 @@ impl Kernel {
             symbols: &self.symbols,
             text: start..start + self.memory.len as u64,
             returns,
-            modules: &|_| None,
+            modules: Box::new(|_| None),
         }
     }
 }

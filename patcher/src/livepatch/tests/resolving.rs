@@ -109,8 +109,7 @@ fn what_only_a_module_has_is_refused_by_the_modules_name() {
     let payload = Payload::parse(&setting.compiler.compile(source, &[])).unwrap();
     let symbols = Symbols::listed(&kernel(&["victim"]));
     let mut view = setting.view(&symbols, ReturnForm::Plain);
-    let modules = |name: &str| (name == "in_module").then(|| Arc::from("ext4"));
-    view.modules = &modules;
+    view.modules = Box::new(|name| (name == "in_module").then(|| Arc::from("ext4")));
     let errors = payload.resolve(&view, &[]).unwrap_err();
     assert!(
         errors.to_string().starts_with("the symbol in_module is in the module ext4"),

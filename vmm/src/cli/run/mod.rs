@@ -123,7 +123,7 @@ pub fn run(options: &Options) -> Result<Status> {
 
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
-    let Watched { panicked, summary, too_early, error } = watched;
+    let Watched { panicked, summary, too_early, error, .. } = watched;
     if let Some((summary, lasted)) = summary {
         say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
     }

@@ -1,6 +1,6 @@
 //! What those who ask about the guest are told.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::process;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
@@ -13,8 +13,8 @@ use patcher::region::Part;
 use patcher::trace::filter::Glob;
 use vmm::control::Command;
 use vmm::control::protocol::{
-    Address, Info, KernelInfo, Pad, PadState, Refusal, RefusalKind, RegionInfo, State, Status,
-    TraceInfo,
+    Address, Info, KernelInfo, Pad, PadState, Patch, Refusal, RefusalKind, RegionInfo, State,
+    Status, TraceInfo,
 };
 
 use super::Identity;
@@ -23,6 +23,24 @@ use super::Identity;
 pub struct Desk {
     identity: Identity,
     commands: Option<Receiver<Command>>,
+}
+
+/// The pads that hold something of ours.
+#[derive(Debug, Default)]
+pub struct Ours {
+    /// Those of functions that are traced, and how many clients trace each.
+    pub traced: BTreeMap<Gva, u32>,
+    /// Those of functions that are replaced.
+    pub patched: BTreeSet<Gva>,
+}
+
+/// How much is going on.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counts {
+    /// Traces.
+    pub traces: usize,
+    /// Patches that are applied.
+    pub patches: usize,
 }
 
 /// How far a guest has come that can't be traced, at least not yet, and why.
@@ -67,11 +85,11 @@ impl Desk {
             Phase::Booting(kernel, reason) => (State::Booting, kernel, reason),
             Phase::Untraceable(kernel, reason) => (State::Untraceable, kernel, reason),
         };
-        let status = self.status(machine, kernel, state, Some(reason), 0);
+        let status = self.status(machine, kernel, state, Some(reason), Counts::default());
         let refusal = match state {
             State::Booting => Refusal::new(
                 RefusalKind::NotReady,
-                format!("the guest is not ready to be traced yet: {reason}; try again later"),
+                format!("the guest is not ready yet: {reason}; try again later"),
             ),
             _ => Refusal::new(RefusalKind::Refused, reason),
         };
@@ -79,12 +97,16 @@ impl Desk {
             Command::Status(answer) => answer.give(Ok(status)),
             Command::Info(answer) => {
                 let kernel = kernel.map(|kernel| kernel_info(kernel, None));
-                answer.give(Ok(Info { status, kernel, region: None, who: Vec::new() }));
+                let (who, patched) = (Vec::new(), Vec::new());
+                answer.give(Ok(Info { status, kernel, region: None, who, patched }));
             }
             Command::Pads(_, answer) => answer.give(Err(refusal)),
             Command::Trace(wanted) => wanted.answer.give(Err(refusal)),
             // There is none.
             Command::Stop(_) => {}
+            Command::PatchApply(wanted) => wanted.answer.give(Err(refusal)),
+            Command::PatchList(answer) => answer.give(Ok(Vec::new())),
+            Command::PatchRevert(_, _, answer) => answer.give(Err(refusal)),
         }
     }
 
@@ -95,7 +117,7 @@ impl Desk {
         kernel: Option<&Kernel>,
         state: State,
         reason: Option<&str>,
-        traces: usize,
+        counts: Counts,
     ) -> Status {
         Status {
             name: self.identity.name.clone(),
@@ -106,7 +128,8 @@ impl Desk {
             reason: reason.map(ToOwned::to_owned),
             arch: kernel.map(|kernel| kernel.arch().name().to_owned()),
             release: kernel.map(|kernel| kernel.release().to_owned()),
-            traces,
+            traces: counts.traces,
+            patches: counts.patches,
         }
     }
 
@@ -115,20 +138,22 @@ impl Desk {
         &self,
         machine: &dyn Machine,
         (kernel, state): (&Kernel, State),
-        (pads, ours): (Option<&Pads>, &BTreeMap<Gva, u32>),
+        (pads, ours): (Option<&Pads>, &Ours),
         region: Option<&MappedRegion>,
-        who: Vec<TraceInfo>,
+        (who, patched, patches): (Vec<TraceInfo>, Vec<Patch>, usize),
     ) -> Info {
+        let counts = Counts { traces: who.len(), patches };
         Info {
-            status: self.status(machine, Some(kernel), state, None, who.len()),
+            status: self.status(machine, Some(kernel), state, None, counts),
             kernel: Some(kernel_info(kernel, pads.map(|pads| (pads, ours)))),
             region: region.map(|region| region_info(machine, region)),
             who,
+            patched,
         }
     }
 }
 
-fn kernel_info(kernel: &Kernel, pads: Option<(&Pads, &BTreeMap<Gva, u32>)>) -> KernelInfo {
+fn kernel_info(kernel: &Kernel, pads: Option<(&Pads, &Ours)>) -> KernelInfo {
     let mut counts = BTreeMap::new();
     for pad in pads.into_iter().flat_map(|(pads, ours)| list(pads, ours, None)) {
         *counts.entry(pad.state).or_insert(0) += 1;
@@ -154,19 +179,20 @@ fn region_info(machine: &dyn Machine, region: &MappedRegion) -> RegionInfo {
     }
 }
 
-/// The pads of functions that match `glob`, by address. `ours` are the pads that we have armed, and
-/// how many clients trace each.
-pub fn list(pads: &Pads, ours: &BTreeMap<Gva, u32>, glob: Option<&Glob>) -> Vec<Pad> {
+/// The pads of functions that match `glob`, by address.
+pub fn list(pads: &Pads, ours: &Ours, glob: Option<&Glob>) -> Vec<Pad> {
     let wanted = |name: &str| glob.is_none_or(|glob| glob.matches(name));
     let writable = pads.sites.iter().filter(|site| wanted(&site.name)).map(|site| {
-        let traced_by = ours.get(&site.at).copied();
+        let traced_by = ours.traced.get(&site.at).copied();
+        let patched = ours.patched.contains(&site.at);
         Pad {
             function: site.name.to_string(),
             address: Address(site.at.0),
             prefix: Some(site.prefix.name.to_owned()),
-            state: if traced_by.is_some() { PadState::Ours } else { PadState::Idle },
+            state: if traced_by.is_some() || patched { PadState::Ours } else { PadState::Idle },
             reason: None,
             traced_by: traced_by.unwrap_or(0),
+            patched,
         }
     });
     let refused = pads.refused.iter().filter(|refused| wanted(&refused.name)).map(|refused| Pad {
@@ -179,6 +205,7 @@ pub fn list(pads: &Pads, ours: &BTreeMap<Gva, u32>, glob: Option<&Glob>) -> Vec<
         },
         reason: Some(refused.why.to_string()),
         traced_by: 0,
+        patched: false,
     });
     let mut all: Vec<Pad> = writable.chain(refused).collect();
     all.sort_by_key(|pad| pad.address.0);

@@ -12,7 +12,7 @@ use patcher::kernel::{Kernel, Located, Unready, locate};
 use patcher::machine::{Machine, Registers};
 use patcher::trace::tracer::Summary;
 use vmm::control::Command;
-use vmm::control::protocol::TraceRequest;
+use vmm::control::protocol::{EndReason, TraceRequest};
 use vmm::kvm::GuestExit;
 
 use super::output::Records;
@@ -21,20 +21,17 @@ use super::say;
 use super::status::Status;
 
 mod answers;
+mod condition;
+mod patching;
 mod service;
 mod writer;
 
 use answers::{Desk, Phase};
+use condition::{Condition, has_panicked};
 use service::Service;
 
 /// How often a guest that boots is looked at: that takes each vCPU out of it for a moment.
 const LOOK: Duration = Duration::from_millis(100);
-
-/// How often the kernel is asked whether it has panicked.
-const PANIC: Duration = Duration::from_millis(250);
-
-/// How long a kernel that has panicked may go on, to print what it has to say and to reboot.
-const LAST_WORDS: Duration = Duration::from_secs(10);
 
 /// What nobody on a terminal sees is said once if it takes this long.
 const LONG: Duration = Duration::from_secs(30);
@@ -86,6 +83,8 @@ pub fn panic_said() -> Status {
 pub struct Watched {
     /// The kernel has panicked.
     pub panicked: bool,
+    /// The guest was reset, which has ended the trace.
+    pub reset: bool,
     /// What the trace came to and how long it lasted, if there was one.
     pub summary: Option<(Summary, Duration)>,
     /// A trace was wanted and the guest ended before there was one.
@@ -116,27 +115,36 @@ struct Watcher<'a> {
 impl Watcher<'_> {
     fn run(
         &mut self,
-        trace: Option<(Records, TraceRequest)>,
+        mut trace: Option<(Records, TraceRequest)>,
         waiting: &mut Progress,
         tracing: &mut Progress,
     ) -> Result<()> {
         self.watched.too_early = trace.is_some();
-        let kernel = match self.find(waiting) {
-            Ok(Some(kernel)) => kernel,
-            Ok(None) => return Ok(()),
-            Err(error) if trace.is_some() => return Err(error),
-            // Without a trace the kernel is only the business of those who ask.
-            Err(error) => {
-                let reason = super::sentence(&error);
-                while !self.stopped() {
-                    self.desk.attend(self.machine, &Phase::Untraceable(None, &reason), LOOK);
+        loop {
+            // Looked at first: a reset while the kernel is looked for is noticed later.
+            let resets = self.machine.resets();
+            let kernel = match self.find(waiting) {
+                Ok(Some(kernel)) => kernel,
+                Ok(None) => return Ok(()),
+                Err(error) if trace.is_some() => return Err(error),
+                // Without a trace the kernel is only the business of those who ask.
+                Err(error) => {
+                    let reason = super::sentence(&error);
+                    while !self.stopped() && self.machine.resets() == resets {
+                        self.desk.attend(self.machine, &Phase::Untraceable(None, &reason), LOOK);
+                    }
+                    continue;
                 }
-                return Ok(());
+            };
+            let mut condition = Condition::new(&kernel, resets);
+            let traced = trace.is_some();
+            let result = self.serve(&kernel, &mut trace, &mut condition, waiting, tracing);
+            self.watched.panicked = has_panicked(&kernel, self.machine);
+            self.watched.reset = condition.is_gone() && traced && trace.is_none();
+            if result.is_err() || self.stopped() || !condition.is_gone() {
+                return result;
             }
-        };
-        let result = self.serve(&kernel, trace, waiting, tracing);
-        self.watched.panicked = has_panicked(&kernel, self.machine);
-        result
+        }
     }
 
     fn stopped(&self) -> bool {
@@ -180,11 +188,15 @@ impl Watcher<'_> {
     }
 
     /// Waits until the kernel's pads may be written; `false` if the guest ended or panicked before.
-    fn wait_until_ready(&self, kernel: &Kernel, progress: Option<&mut Progress>) -> Result<bool> {
+    fn wait_until_ready(
+        &self,
+        kernel: &Kernel,
+        condition: &mut Condition<'_>,
+        progress: Option<&mut Progress>,
+    ) -> Result<bool> {
         let mut waiting = Waiting::new("the kernel to be ready to be traced");
-        let mut panic = PanicWatch::new(kernel);
         let mut progress = progress;
-        while !self.stopped() && !panic.is_over(self.machine) {
+        while !self.stopped() && !condition.is_over(self.machine) {
             let reason = match kernel.readiness(self.machine.ram()) {
                 Ok(()) => return Ok(true),
                 Err(reason) => reason,
@@ -210,11 +222,13 @@ impl Watcher<'_> {
     fn serve(
         &mut self,
         kernel: &Kernel,
-        trace: Option<(Records, TraceRequest)>,
+        trace: &mut Option<(Records, TraceRequest)>,
+        condition: &mut Condition<'_>,
         waiting: &mut Progress,
         tracing: &mut Progress,
     ) -> Result<()> {
-        let ready = self.wait_until_ready(kernel, trace.is_some().then_some(&mut *waiting));
+        let shown = trace.is_some().then_some(&mut *waiting);
+        let ready = self.wait_until_ready(kernel, condition, shown);
         waiting.clear();
         match ready {
             Ok(true) => {}
@@ -222,8 +236,7 @@ impl Watcher<'_> {
             Err(error) if trace.is_some() => return Err(error),
             Err(error) => {
                 let reason = error.to_string();
-                let mut panic = PanicWatch::new(kernel);
-                while !self.stopped() && !panic.is_over(self.machine) {
+                while !self.stopped() && !condition.is_over(self.machine) {
                     let phase = Phase::Untraceable(Some(kernel), &reason);
                     self.desk.attend(self.machine, &phase, LOOK);
                 }
@@ -231,21 +244,28 @@ impl Watcher<'_> {
             }
         }
 
+        condition.settle();
         let region = OnceCell::new();
         let mut service = Service::new(self.machine, kernel, &self.desk, &region);
         let name = trace.as_ref().map(|(records, _)| records.name().to_owned());
-        if let Some((records, request)) = trace {
+        if let Some((records, request)) = trace.take() {
             service.trace_own(records, request)?;
             self.watched.too_early = false;
         }
-        let mut panic = PanicWatch::new(kernel);
-        while !self.stopped() && !panic.is_over(self.machine) && !service.has_own_failed() {
-            service.pass(panic.has_panicked(), tracing);
+        while !self.stopped() && !condition.is_over(self.machine) && !service.has_own_failed() {
+            service.pass(condition.has_panicked(), tracing);
         }
         tracing.clear();
-        // From here on whoever reads the trace is not waited for much longer.
-        self.stop.store(true, Ordering::SeqCst);
-        let ended = service.end(panic.has_panicked());
+        let is_gone = condition.is_gone() && !self.stopped();
+        if !is_gone || name.is_some() {
+            // From here on whoever reads the trace is not waited for much longer.
+            self.stop.store(true, Ordering::SeqCst);
+        }
+        let ended = service.end(match (condition.has_panicked(), is_gone) {
+            (true, _) => EndReason::GuestPanicked,
+            (false, true) => EndReason::GuestReset,
+            (false, false) => EndReason::GuestEnded,
+        });
         self.watched.summary = ended.own;
         if let (Some(error), Some(name)) = (ended.failure, name) {
             return Err(broken(error, &name));
@@ -283,38 +303,6 @@ impl Waiting {
     }
 }
 
-/// Notices that the kernel panics, and gives it time for its last words.
-struct PanicWatch<'k> {
-    kernel: &'k Kernel,
-    asked: Instant,
-    panicked: Option<Instant>,
-}
-
-impl<'k> PanicWatch<'k> {
-    fn new(kernel: &'k Kernel) -> Self {
-        Self { kernel, asked: Instant::now(), panicked: None }
-    }
-
-    /// Whether the kernel has panicked and had its time. To be asked again and again.
-    fn is_over(&mut self, machine: &dyn Machine) -> bool {
-        if self.panicked.is_none() && self.asked.elapsed() >= PANIC {
-            self.asked = Instant::now();
-            self.panicked = has_panicked(self.kernel, machine).then_some(self.asked);
-        }
-        self.panicked.is_some_and(|panicked| panicked.elapsed() >= LAST_WORDS)
-    }
-
-    /// Whether it had when it was last asked.
-    fn has_panicked(&self) -> bool {
-        self.panicked.is_some()
-    }
-}
-
-/// Whether the kernel has panicked; one that can't be asked has not.
-fn has_panicked(kernel: &Kernel, machine: &dyn Machine) -> bool {
-    kernel.panicked(machine.ram()).is_ok_and(|cpu| cpu.is_some())
-}
-
 #[cfg(test)]
 mod tests {
     use patcher::synthetic::{Blueprint, Guest};
@@ -326,7 +314,8 @@ mod tests {
         let identity = Identity { name: "test".into(), engine: "none".into() };
         let desk = Desk::new(identity, None);
         let watcher = Watcher { machine: guest, stop: &stop, desk, watched: Watched::default() };
-        watcher.wait_until_ready(&guest.kernel(), None)
+        let kernel = guest.kernel();
+        watcher.wait_until_ready(&kernel, &mut Condition::new(&kernel, 0), None)
     }
 
     #[test]

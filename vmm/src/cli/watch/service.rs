@@ -1,13 +1,11 @@
 //! Traces a kernel that is ready: for the run itself, and for clients of the control socket.
 
 use std::cell::OnceCell;
-use std::collections::BTreeMap;
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use patcher::addr::Gva;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
 use patcher::machine::Machine;
@@ -21,7 +19,8 @@ use vmm::control::protocol::{
 };
 use vmm::control::{Command, Outbox, TraceWanted};
 
-use super::answers::{Desk, list};
+use super::answers::{Counts, Desk, Ours, list};
+use super::patching::Patching;
 use super::writer::Writer;
 use super::{LOOK, broken};
 use crate::cli::output::Records;
@@ -77,6 +76,7 @@ pub struct Service<'m> {
     hooks: Option<Hooks<'m>>,
     tracer: Option<Tracer<'m, Outbox>>,
     traces: Vec<Trace>,
+    patching: Patching<'m>,
     /// Writes the run's own trace.
     writer: Option<Writer>,
     own_failed: bool,
@@ -99,6 +99,7 @@ impl<'m> Service<'m> {
             hooks: None,
             tracer: None,
             traces: Vec::new(),
+            patching: Patching::default(),
             writer: None,
             own_failed: false,
             ended: Ended { own: None, failure: None, disarmed: Ok(()) },
@@ -174,8 +175,11 @@ impl<'m> Service<'m> {
             self.end_what_is_over();
             self.show(progress);
         }
+        if let Some(hooks) = &mut self.hooks {
+            self.patching.step(hooks);
+        }
         let patience = match (self.traces.is_empty(), taken) {
-            (true, _) => LOOK,
+            (true, _) => LOOK.min(self.patching.due()),
             (false, 0..MANY) => DRAIN,
             (false, _) => Duration::ZERO,
         };
@@ -270,8 +274,7 @@ impl<'m> Service<'m> {
     }
 
     /// Ends every trace in order.
-    pub fn end(mut self, panicked: bool) -> Ended {
-        let reason = if panicked { EndReason::GuestPanicked } else { EndReason::GuestEnded };
+    pub fn end(mut self, reason: EndReason) -> Ended {
         let clients: Vec<ClientId> = self.traces.iter().map(|trace| trace.client).collect();
         clients.into_iter().for_each(|client| self.begin_end(client, reason));
         while !self.traces.is_empty() {
@@ -283,6 +286,10 @@ impl<'m> Service<'m> {
                 thread::sleep(LAST_LOOK);
             }
         }
+        if let Some(hooks) = &mut self.hooks {
+            let reverted = self.patching.end(hooks, reason);
+            self.ended.disarmed = self.ended.disarmed.and(reverted);
+        }
         self.ended
     }
 
@@ -290,23 +297,34 @@ impl<'m> Service<'m> {
         let state = if panicked { State::Panicked } else { State::Ready };
         match command {
             Command::Status(answer) => {
-                let traces = self.traces.len();
+                let counts = Counts { traces: self.traces.len(), patches: self.patching.count() };
                 let kernel = Some(self.kernel);
-                answer.give(Ok(self.desk.status(self.machine, kernel, state, None, traces)));
+                answer.give(Ok(self.desk.status(self.machine, kernel, state, None, counts)));
             }
             Command::Info(answer) => answer.give(Ok(self.info(state))),
             Command::Pads(glob, answer) => answer.give(self.pads(glob.as_deref())),
             Command::Trace(wanted) => self.trace(wanted, panicked),
             Command::Stop(client) => self.begin_end(client, EndReason::Stopped),
+            Command::PatchApply(wanted) => match self.patched(panicked) {
+                Ok((patching, hooks)) => patching.apply(hooks, *wanted),
+                Err(refusal) => wanted.answer.give(Err(refusal)),
+            },
+            Command::PatchList(answer) => answer.give(Ok(self.patching.list(self.hooks.as_ref()))),
+            Command::PatchRevert(request, waiter, answer) => match self.patched(panicked) {
+                Ok((patching, hooks)) => patching.revert(hooks, &request, waiter, answer),
+                Err(refusal) => answer.give(Err(refusal)),
+            },
         }
     }
 
-    fn survey(&self) -> (Result<Pads, PadsError>, BTreeMap<Gva, u32>) {
+    fn survey(&self) -> (Result<Pads, PadsError>, Ours) {
         let Some(hooks) = &self.hooks else {
-            return (self.kernel.pads(self.machine.ram()), BTreeMap::new());
+            return (self.kernel.pads(self.machine.ram()), Ours::default());
         };
         let traced = self.tracer.as_ref().map(|tracer| tracer.armed_pads(hooks).collect());
-        (hooks.pads(), traced.unwrap_or_default())
+        let patched = hooks.in_force().filter(|(_, want)| want.redirect.is_some());
+        let patched = patched.map(|(at, _)| at).collect();
+        (hooks.pads(), Ours { traced: traced.unwrap_or_default(), patched })
     }
 
     fn info(&self, state: State) -> Info {
@@ -325,7 +343,9 @@ impl<'m> Service<'m> {
         let (pads, ours) = self.survey();
         let pads = pads.ok();
         let (kernel, region) = ((self.kernel, state), self.region.get());
-        self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, who.collect())
+        let patched = self.patching.record(self.hooks.as_ref());
+        let going_on = (who.collect(), patched, self.patching.count());
+        self.desk.info(self.machine, kernel, (pads.as_ref(), &ours), region, going_on)
     }
 
     fn pads(&self, glob: Option<&str>) -> Result<Vec<Pad>, Refusal> {
@@ -349,15 +369,25 @@ impl<'m> Service<'m> {
         }
     }
 
+    /// What patches, and what it patches.
+    fn patched(&mut self, panicked: bool) -> Result<(&mut Patching<'m>, &mut Hooks<'m>), Refusal> {
+        if panicked {
+            let message = "the guest's kernel has panicked: there is nothing to patch any more";
+            return Err(Refusal::new(RefusalKind::Refused, message));
+        }
+        self.hooks().map_err(|error| failed(crate::cli::sentence(&error)))?;
+        let hooks = self.hooks.as_mut().expect("they were made above");
+        Ok((&mut self.patching, hooks))
+    }
+
     fn begin_for_client(
         &mut self,
         request: &TraceRequest,
         outbox: Outbox,
     ) -> Result<(ClientId, Armed, protocol::Armed), Refusal> {
         let (machine, kernel) = (self.machine, self.kernel);
-        let failed = |message: String| Refusal::new(RefusalKind::Failed, message);
         if !kernel.is_current(machine.ram()) {
-            return Err(failed("the kernel that was found in the guest is no longer there".into()));
+            return Err(failed("the kernel that was found in the guest is no longer there"));
         }
         let (hooks, tracer) =
             self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
@@ -378,6 +408,10 @@ impl<'m> Service<'m> {
         })?;
         Ok((client, armed, describe(kernel, machine, &selection, &armed)))
     }
+}
+
+fn failed(message: impl Into<String>) -> Refusal {
+    Refusal::new(RefusalKind::Failed, message)
 }
 
 /// The functions that are asked for.

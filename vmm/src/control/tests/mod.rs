@@ -20,6 +20,10 @@ use super::protocol::*;
 use super::server::MAX_CONNECTIONS;
 use super::*;
 
+mod patches;
+
+use patches::Patching;
+
 const LONG: Duration = Duration::from_secs(60);
 
 /// A server with a thread in the watcher's place.
@@ -32,6 +36,7 @@ struct Guest {
     armed: Arc<Mutex<HashSet<ClientId>>>,
     /// Where traces' outboxes are handed to the test.
     outboxes: Receiver<Outbox>,
+    patching: Patching,
 }
 
 impl Guest {
@@ -43,9 +48,11 @@ impl Guest {
         let (server, commands) = Server::start(claim).unwrap();
         let armed = Arc::new(Mutex::new(HashSet::new()));
         let (outbox, outboxes) = mpsc::channel();
-        let theirs = Arc::clone(&armed);
-        let watcher = thread::spawn(move || watch(&commands, &theirs, &outbox));
-        Self { place, name, server: Some(server), watcher: Some(watcher), armed, outboxes }
+        let patching = Patching::default();
+        let (theirs, patched) = (Arc::clone(&armed), patching.clone());
+        let watcher = thread::spawn(move || watch(&commands, &theirs, &outbox, &patched));
+        let (server, watcher) = (Some(server), Some(watcher));
+        Self { place, name, server, watcher, armed, outboxes, patching }
     }
 
     fn client(&self) -> Client {
@@ -69,6 +76,14 @@ impl Guest {
         let begun = Instant::now();
         while !self.armed.lock().unwrap().is_empty() {
             assert!(begun.elapsed() < LONG, "a trace is left armed");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn wait_until_nothing_waits(&self) {
+        let begun = Instant::now();
+        while self.patching.waiting() > 0 {
+            assert!(begun.elapsed() < LONG, "a patch still waits");
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -97,6 +112,7 @@ fn status() -> Status {
         arch: Some("x86_64".into()),
         release: Some("6.1".into()),
         traces: 0,
+        patches: 0,
     }
 }
 
@@ -108,6 +124,7 @@ fn pad(number: u64) -> Pad {
         state: PadState::Idle,
         reason: None,
         traced_by: 0,
+        patched: false,
     }
 }
 
@@ -116,13 +133,15 @@ fn watch(
     commands: &Receiver<Command>,
     armed: &Mutex<HashSet<ClientId>>,
     outboxes: &Sender<Outbox>,
+    patching: &Patching,
 ) {
     let mut ids = client_ids();
     while let Ok(command) = commands.recv() {
         match command {
             Command::Status(answer) => answer.give(Ok(status())),
             Command::Info(answer) => {
-                answer.give(Ok(Info { status: status(), kernel: None, region: None, who: vec![] }))
+                let (who, patched) = (vec![], vec![]);
+                answer.give(Ok(Info { status: status(), kernel: None, region: None, who, patched }))
             }
             Command::Pads(_, answer) => answer.give(Ok((0..1200).map(pad).collect())),
             Command::Trace(wanted) => {
@@ -145,6 +164,11 @@ fn watch(
             }
             Command::Stop(client) => {
                 armed.lock().unwrap().remove(&client);
+            }
+            Command::PatchApply(wanted) => patching.apply(*wanted),
+            Command::PatchList(answer) => answer.give(Ok(patching.list())),
+            Command::PatchRevert(request, waiter, answer) => {
+                patching.revert(&request, waiter, answer);
             }
         }
     }
@@ -325,6 +349,7 @@ fn whoever_breaks_the_rules_is_told_and_turned_away() {
         (vec![b' '; MAX_REQUEST + 1], RefusalKind::Malformed),
         (after_hello("{\"request\":\"trace\",\"tracer\":\"graph\"}"), RefusalKind::Malformed),
         (after_hello("{\"request\":\"stop\"}"), RefusalKind::Malformed),
+        (patches::announced(&hello, MAX_PAYLOAD + 1), RefusalKind::Malformed),
         (after_hello(&"[".repeat(MAX_REQUEST)), RefusalKind::Malformed),
     ] {
         let mut stream = guest.connect();
@@ -370,6 +395,12 @@ fn words() -> impl Strategy<Value = Vec<u8>> {
         "{\"request\":\"pads\",\"glob\":\"*\"}\n",
         "{\"request\":\"trace\",\"tracer\":\"func\",\"filter\":[\"a*\"]}\n",
         "{\"request\":\"stop\"}\n",
+        "{\"request\":\"patch-list\"}\n",
+        "{\"request\":\"patch-revert\",\"id\":1,\"timeout_ms\":1}\n",
+        "{\"request\":\"patch-revert\",\"id\":0,\"timeout_ms\":1}\n",
+        "{\"request\":\"patch-apply\",\"bytes\":3,\"file\":\"f\",\"timeout_ms\":1}\nELF",
+        "{\"request\":\"patch-apply\",\"bytes\":3,\"file\":\"wait\",\"timeout_ms\":1}\nELF",
+        "{\"request\":\"patch-apply\",\"bytes\":400,\"file\":\"f\",\"timeout_ms\":1}\nELF",
     ];
     let line = prop::sample::select(lines.to_vec()).prop_map(|line| line.as_bytes().to_vec());
     let mutated = (line.clone(), any::<prop::sample::Index>(), any::<u8>()).prop_map(
@@ -409,44 +440,70 @@ fn whatever_clients_say_the_server_lives_and_nothing_stays_armed() {
         // Nobody puts anything into these outboxes.
         while guest.outboxes.try_recv().is_ok() {}
         guest.wait_until_nothing_is_armed();
+        guest.wait_until_nothing_waits();
         Ok(())
     })
     .unwrap();
     assert_eq!(guest.client().status(LONG).unwrap(), status());
 }
 
-#[test]
-fn whatever_a_server_says_the_client_ends_with_an_error() {
-    let config = ProptestConfig { cases: 200, failure_persistence: None, ..Default::default() };
+/// What a server might say, the greeting first; and what is none.
+fn sayings() -> impl Strategy<Value = Vec<u8>> {
     let replies = [
-        Reply::Hello(Hello { version: 1, name: "a".into(), program: "0".into() }),
+        hello(),
         Reply::Batch(BatchHeader { calls: 2, names: vec!["f".into()], ..Default::default() }),
         Reply::Batch(BatchHeader { calls: MAX_CALLS + 1, ..Default::default() }),
         Reply::Batch(BatchHeader { calls: 0, forget: true, ..Default::default() }),
         Reply::Status(status()),
         Reply::Done {},
+        Reply::Waiting(patches::waiting(0)),
+        Reply::Patch(Box::new(patches::patch(1, 2))),
+        Reply::Functions(vec![patches::function(1)]),
     ];
     let lines: Vec<Vec<u8>> = replies.iter().map(super::wire::line).collect();
     let line = prop::sample::select(lines);
     let noise = prop::collection::vec(any::<u8>(), 0..100);
     let zeros = (0_usize..60).prop_map(|len| vec![0; len]);
     let said = prop::collection::vec(prop_oneof![4 => line, 2 => zeros, 1 => noise], 0..8);
+    said.prop_map(|said| [super::wire::line(&hello()), said.concat()].concat())
+}
+
+fn hello() -> Reply {
+    Reply::Hello(Hello { version: 1, name: "a".into(), program: "0".into() })
+}
+
+/// A client of a server that says all that and hangs up.
+fn told(said: &[u8]) -> (Client, UnixStream) {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.write_all(said).unwrap();
+    theirs.shutdown(std::net::Shutdown::Write).unwrap();
+    (Client::greet(ours, &"a".parse().unwrap()).unwrap(), theirs)
+}
+
+#[test]
+fn whatever_a_server_says_the_client_ends_with_an_error() {
+    let config = ProptestConfig { cases: 200, failure_persistence: None, ..Default::default() };
     proptest::test_runner::TestRunner::new_with_rng(
         config,
         proptest::test_runner::TestRng::deterministic_rng(Default::default()),
     )
-    .run(&said, |said| {
-        let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let hello = super::wire::line(&replies[0]);
-        theirs.write_all(&[hello, said.concat()].concat()).unwrap();
-        theirs.shutdown(std::net::Shutdown::Write).unwrap();
-        let name: Name = "a".parse().unwrap();
-        let mut calls = Client::greet(ours, &name).unwrap().into_calls();
+    .run(&sayings(), |said| {
+        let (client, _server) = told(&said);
+        let mut calls = client.into_calls();
         let mut messages = 0;
         while calls.next(|event| assert!(event.function.text == "f")).is_ok() {
             messages += 1;
             prop_assert!(messages < 100);
         }
+        let (mut client, _server) = told(&said);
+        let mut heard = 0;
+        let request = patches::request("f");
+        let patched = client.patch_apply(request, b"ELF", || false, |_| heard += 1);
+        prop_assert!(patched.is_err());
+        prop_assert!(heard <= 8);
+        let (mut client, _server) = told(&said);
+        // It may be a list.
+        let _ = client.patches(LONG);
         Ok(())
     })
     .unwrap();

@@ -1,0 +1,210 @@
+//! What is said of a trace.
+
+use std::time::Duration;
+
+use patcher::trace::tracer::Summary;
+use serde::{Deserialize, Serialize};
+
+/// What is to be traced.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TraceRequest {
+    /// How.
+    pub tracer: Tracer,
+    /// Globs of the functions to trace; all if there are none.
+    #[serde(default)]
+    pub filter: Vec<String>,
+    /// Globs of the functions not to trace.
+    #[serde(default)]
+    pub notrace: Vec<String>,
+}
+
+/// What is recorded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tracer {
+    /// Each call of a function, with its caller.
+    Func,
+}
+
+/// A trace that goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TraceInfo {
+    /// The process that asked for it; none for the one that controls the guest.
+    pub pid: Option<u32>,
+    /// What was asked for.
+    pub request: TraceRequest,
+    /// Functions that are traced.
+    pub functions: usize,
+    /// Events until now.
+    pub events: u64,
+    /// Events that were missed.
+    pub missed: u64,
+    /// How long it has been going on, in seconds.
+    pub seconds: u64,
+}
+
+/// A trace has begun.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Armed {
+    /// The kernel's release.
+    pub release: String,
+    /// How far KASLR has moved it, in bytes.
+    pub kaslr_offset: i64,
+    /// How many symbols it has.
+    pub symbols: usize,
+    /// How many pads.
+    pub pads: usize,
+    /// How many CPUs the guest has.
+    pub cpus: usize,
+    /// Functions that are traced.
+    pub functions: usize,
+    /// Those of them that were not armed before.
+    pub written: usize,
+    /// Functions that the filter names and that can't be traced, by reason.
+    pub refused: Vec<(String, usize)>,
+    /// How long the guest stood.
+    pub stop: Duration,
+}
+
+/// Calls follow, [`CALL_BYTES`] bytes each.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchHeader {
+    /// How many.
+    pub calls: usize,
+    /// All names that were given before are void.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub forget: bool,
+    /// Names that calls from here on refer to. They are numbered in the order in which they come,
+    /// from 0 on.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<String>,
+    /// How many events were missed until now.
+    #[serde(default)]
+    pub missed: u64,
+}
+
+/// A trace is over.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct End {
+    /// Why.
+    pub reason: EndReason,
+    /// What failed, if something did.
+    pub error: Option<String>,
+    /// What it came to.
+    pub totals: Totals,
+    /// How long it lasted.
+    pub lasted: Duration,
+}
+
+/// Why a trace is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EndReason {
+    /// The client wanted it.
+    Stopped,
+    /// The guest has ended, or is about to.
+    GuestEnded,
+    /// The guest's kernel has panicked.
+    GuestPanicked,
+    /// The guest was reset, or runs another kernel.
+    GuestReset,
+    /// Its client can't be given anything any more.
+    ClientGone,
+}
+
+/// What a trace came to.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Totals {
+    /// Events in it.
+    pub events: u64,
+    /// Events for which the client was too slow.
+    pub overrun: u64,
+    /// Records that came too late to be read, by CPU.
+    pub lost: Vec<u64>,
+    /// Records that were begun and never finished, by CPU.
+    pub unwritten: Vec<u64>,
+    /// Events given out behind later ones.
+    pub late: u64,
+    /// What was wrong with rings that the guest has spoilt.
+    pub corrupt: Vec<String>,
+    /// How long the guest was stopped, each time, for this trace.
+    pub stops: Vec<Duration>,
+    /// Functions that the guest has changed meanwhile, and that were left alone.
+    pub foreign: usize,
+}
+
+impl From<&Summary> for Totals {
+    fn from(summary: &Summary) -> Self {
+        Self {
+            events: summary.events,
+            overrun: summary.overrun,
+            lost: summary.lost.clone(),
+            unwritten: summary.unwritten.clone(),
+            late: summary.late,
+            corrupt: summary.corrupt.iter().map(ToString::to_string).collect(),
+            stops: summary.stops.iter().map(|stop| stop.total()).collect(),
+            foreign: summary.reverted.as_ref().map_or(0, |reverted| reverted.foreign.len()),
+        }
+    }
+}
+
+impl Totals {
+    /// Events that are missing in the trace.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        let each = self.lost.iter().chain(&self.unwritten);
+        each.fold(self.overrun, |sum, count| sum.saturating_add(*count))
+    }
+}
+
+/// Bytes of one call in a batch.
+pub const CALL_BYTES: usize = 20;
+
+/// One call in a batch; names are told by their numbers.
+///
+/// ```text
+/// 0   u64  nanoseconds since the guest's time-stamp clock read zero
+/// 8   u32  number of the function's name
+/// 12  u32  number of the caller's name
+/// 16  u16  CPU
+/// 18  u16  0
+/// ```
+///
+/// All of it little-endian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Call {
+    /// Nanoseconds since the guest's time-stamp clock read zero.
+    pub time_ns: u64,
+    /// Number of the function's name.
+    pub function: u32,
+    /// Number of the caller's name.
+    pub caller: u32,
+    /// The CPU.
+    pub cpu: u16,
+}
+
+impl Call {
+    /// Appends the call's bytes.
+    pub fn encode(&self, bytes: &mut Vec<u8>) {
+        let mut call = [0; CALL_BYTES];
+        call[..8].copy_from_slice(&self.time_ns.to_le_bytes());
+        call[8..12].copy_from_slice(&self.function.to_le_bytes());
+        call[12..16].copy_from_slice(&self.caller.to_le_bytes());
+        call[16..18].copy_from_slice(&self.cpu.to_le_bytes());
+        bytes.extend_from_slice(&call);
+    }
+
+    /// The call in these bytes.
+    #[must_use]
+    pub fn decode(bytes: &[u8; CALL_BYTES]) -> Self {
+        let u32_at = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        Self {
+            time_ns: u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32,
+            function: u32_at(8),
+            caller: u32_at(12),
+            cpu: u16::from_le_bytes([bytes[16], bytes[17]]),
+        }
+    }
+}
