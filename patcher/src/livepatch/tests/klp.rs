@@ -268,7 +268,7 @@ fn kernel() -> Symbols {
 
 fn view(symbols: &Symbols) -> KernelView<'_> {
     let (text, returns) = (Gva(TEXT)..Gva(TEXT + 0x1000), ReturnForm::Plain);
-    KernelView { arch: &arch::x86_64::X86_64, symbols, text, returns, modules: &|_| None }
+    KernelView { arch: &arch::x86_64::X86_64, symbols, text, returns, modules: Box::new(|_| None) }
 }
 
 #[test]
