@@ -3,7 +3,7 @@
 use memchr::memmem;
 
 use super::returns::KeptReturns;
-use super::{Comm, Reader, TaskLayoutError};
+use super::{Comm, Reader, TaskLayoutError, TasksError};
 use super::{structure, walk};
 use crate::addr::Gva;
 use crate::kernel::Kernel;

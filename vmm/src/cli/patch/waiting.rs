@@ -20,7 +20,7 @@ use crate::signals::{self, EndSignal};
 /// How often a guest that is not ready yet is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
 
-/// How often something new is said where there is no terminal.
+/// When somebody who is in the way is named where there is no terminal, and how often at most.
 const SAY: Duration = Duration::from_secs(1);
 
 /// The time that something may take, by its option.
@@ -100,9 +100,12 @@ impl Waiting {
         let answer = loop {
             let left = until.saturating_duration_since(Instant::now());
             let milliseconds = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
-            let mut tell = |news: &News| match progress.is_on() {
-                true => progress.show(|| text::waiting(news)),
-                false => said.say(&text::in_the_way(news)),
+            let mut tell = |news: &News| {
+                if progress.is_on() {
+                    progress.show(|| text::waiting(news));
+                } else if news.waited >= SAY {
+                    said.say(&text::in_the_way(news));
+                }
             };
             match ask(&mut client, milliseconds, &stop, &mut tell) {
                 Err(ClientError::Refused(refusal))
