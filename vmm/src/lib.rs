@@ -2,11 +2,12 @@
 //!
 //! [`kvm`] is our own virtual machine monitor; [`devices`] are what its guests find on their ports.
 //! [`qemu`] has QEMU run a guest, where there is no KVM that can. [`control`] makes guests reachable
-//! from other terminals.
+//! from other terminals. [`image`] reads kernels from their files.
 
 pub mod control;
 pub mod devices;
 mod exit;
+pub mod image;
 pub mod kvm;
 pub mod qemu;
 mod turn;

@@ -66,6 +66,15 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// this format.
     fn linked_at(&self, format: &TableFormat, version: (u32, u32)) -> Gva;
 
+    /// Where images of kernels that were not moved may begin, of any version and in any format.
+    fn linked_bases(&self) -> Vec<Gva>;
+
+    /// The relocations by which linkers leave addresses in an image to the kernel's own start, if they
+    /// do that here.
+    fn image_relocations(&self) -> Option<ImageRelocations> {
+        None
+    }
+
     /// The length of the one instruction of a pad that is ever changed, in bytes.
     fn pad_len(&self) -> usize;
 
@@ -76,6 +85,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// [`PadLayout::SINGLE`], and its instruction says everything.
     fn pad_layouts(&self) -> &'static [PadLayout] {
         &[]
+    }
+
+    /// How many bytes in front of a function may belong to its pad, for what the guest's tracing keeps
+    /// there; a linker then lists the pad where these begin.
+    fn pad_lead_in(&self) -> Option<u64> {
+        None
     }
 
     /// What a breakpoint, as a probe of the guest's sets one, puts in the place of an instruction's
@@ -318,6 +333,15 @@ pub struct ImageWindow {
     pub first_symbol: &'static str,
     /// How many bytes in front of that symbol may be mapped as text, at most.
     pub in_front: u64,
+}
+
+/// Relocations of a position-independent image, by their numbers in the architecture's ELF supplement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ImageRelocations {
+    /// The addend is the address (`R_*_RELATIVE`).
+    pub relative: u32,
+    /// A symbol's value and the addend are (`R_*_64`, `R_*_GLOB_DAT`).
+    pub named: &'static [u32],
 }
 
 /// Where a kernel is.

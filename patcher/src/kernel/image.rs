@@ -23,7 +23,7 @@ pub struct Image {
 const MAX_HOLE: u64 = 16 << 20;
 
 /// The largest image believed, in bytes; distribution kernels have 45 to 65 MiB.
-const MAX_IMAGE: u64 = 512 << 20;
+pub(super) const MAX_IMAGE: u64 = 512 << 20;
 
 /// How many places of a window are looked at: where other things than kernels are mapped in it, so
 /// many times its alignment.

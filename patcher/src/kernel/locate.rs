@@ -237,7 +237,7 @@ const MAX_BANNER: u64 = 512;
 const CHUNK: u64 = 1 << 20;
 
 /// Finds the banner of the kernel at `image`; gives where it is, and the line without its newline.
-fn find_banner(
+pub(super) fn find_banner(
     ram: &dyn PhysMem,
     image: &Image,
     symbols: &Symbols,

@@ -152,15 +152,9 @@ pub fn plan_mapping(
         }
     }
     let text_leaf = kernel.root().walk(ram, kernel.text().start)?.entry;
-    let place = KernelPlace {
-        image: kernel.image().range.clone(),
-        phys: kernel.image().phys,
-        format: kernel.root().format,
-        relocatable: kernel.is_relocatable(),
-    };
     let begin = parts.iter().map(|memory| memory.gpa).min().unwrap_or_default();
     let end = parts.iter().map(|memory| memory.gpa + memory.len).max().unwrap_or_default();
-    let window = arch.region_window(&place, &(begin..end));
+    let window = arch.region_window(&kernel.place(), &(begin..end));
     let leaf = |gpa, access| arch.region_leaf(text_leaf, gpa, access);
     plan(kernel.root(), ram, &window, size, &leaf, parts)
 }
@@ -298,6 +292,16 @@ impl Mapping {
 }
 
 impl Kernel {
+    /// Where the kernel is, for what depends on that.
+    pub(crate) fn place(&self) -> KernelPlace {
+        KernelPlace {
+            image: self.image.range.clone(),
+            phys: self.image.phys,
+            format: self.root.format,
+            relocatable: self.is_relocatable(),
+        }
+    }
+
     /// Whether the kernel was built so that it can be moved (CONFIG_RANDOMIZE_BASE), as far as its
     /// symbols show.
     fn is_relocatable(&self) -> bool {

@@ -16,6 +16,7 @@ mod locate;
 mod mapped;
 mod mapping;
 mod modules;
+pub mod offline;
 mod pads;
 mod probes;
 mod records;

@@ -214,7 +214,7 @@ pub fn judge_pad(
 }
 
 /// The most bytes that may lie between a function's first byte and the instruction that changes.
-fn longest_lead(arch: &dyn Arch) -> usize {
+pub(super) fn longest_lead(arch: &dyn Arch) -> usize {
     let prefix = arch.pad_prefixes().iter().map(|prefix| prefix.bytes.len()).max();
     let before = arch.pad_layouts().iter().map(|layout| layout.before.len()).max();
     prefix.unwrap_or(0) + before.unwrap_or(0)

@@ -5,7 +5,9 @@
 //! A [`StackCheck`] tells who stands in the code that is to be replaced. [`Patches`] puts all of it
 //! together: patches that are applied, stacked and reverted.
 
+mod check;
 mod errors;
+mod klp;
 mod link;
 mod options;
 mod patches;
@@ -18,7 +20,9 @@ mod stacks;
 #[cfg(test)]
 mod tests;
 
+pub use check::{CheckError, CheckOptions, CheckReport, CheckedFunction};
 pub use errors::{ResolveError, ResolveErrors};
+pub use klp::KlpError;
 pub use link::{LinkError, Linked};
 pub use options::{Map, OptionsError, PayloadOptions};
 pub use patches::{

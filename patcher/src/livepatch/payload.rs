@@ -6,10 +6,12 @@ use object::elf;
 use object::read::elf::{FileHeader, SectionHeader, SectionTable, Sym, SymbolTable};
 use object::{Endianness, SectionIndex, SymbolIndex};
 
-use super::options::{OptionsError, PayloadOptions};
+use super::klp::{self, KlpError};
+use super::options::{Map, OptionsError, PayloadOptions};
 use super::sections::{self, Fate, SectionPart};
 use crate::arch::relocation::Relocation;
 use crate::arch::{self, Arch, ByteOrder};
+use crate::trace::filter::Glob;
 
 /// The most bytes of a file.
 pub const MAX_FILE: usize = 16 << 20;
@@ -29,12 +31,12 @@ const MAX_ALIGN: u64 = 4096;
 const MAX_NAMES: usize = 32 << 20;
 
 /// The longest name: one longer than the kernel's longest (`KSYM_NAME_LEN`) means nothing to it.
-const MAX_NAME: usize = 512;
+pub(super) const MAX_NAME: usize = 512;
 
 type Header = elf::FileHeader64<Endianness>;
-type Section<'a> = elf::SectionHeader64<Endianness>;
-type Sections<'a> = SectionTable<'a, Header>;
-type Symbols<'a> = SymbolTable<'a, Header>;
+pub(super) type Section<'a> = elf::SectionHeader64<Endianness>;
+pub(super) type Sections<'a> = SectionTable<'a, Header>;
+pub(super) type Symbols<'a> = SymbolTable<'a, Header>;
 
 /// A payload: functions that are to replace a kernel's, and what they need.
 ///
@@ -52,6 +54,9 @@ pub(super) struct Contents {
     pub(super) symbols: Vec<PayloadSymbol>,
     pub(super) options: PayloadOptions,
     pub(super) dropped: Vec<Dropped>,
+    /// The functions that replace, by the number of their symbol, and what they replace, where a table
+    /// of a livepatch module says it; names then say nothing.
+    pub(super) table: Option<Vec<(usize, Map)>>,
 }
 
 /// A section that is placed.
@@ -229,6 +234,9 @@ pub enum PayloadError {
     /// What the payload says about itself is not understood.
     #[error(transparent)]
     Options(#[from] OptionsError),
+    /// It is a livepatch module that can't be had as a payload.
+    #[error(transparent)]
+    Klp(#[from] KlpError),
 }
 
 impl Payload {
@@ -248,7 +256,9 @@ impl Payload {
         check_count("sections", sections.len(), MAX_SECTIONS)?;
         let symbols = sections.symbols(endian, file, elf::SHT_SYMTAB)?;
         check_count("symbols", symbols.len(), MAX_SYMBOLS)?;
-        let reader = Reader { file, endian, arch, sections, symbols };
+        let tables = klp::Tables { file, endian, sections: &sections, symbols: &symbols };
+        let module = klp::Module::read(tables)?;
+        let reader = Reader { file, endian, arch, sections, symbols, module };
         Ok(Self { object: Arc::new(reader.read()?) })
     }
 
@@ -300,7 +310,7 @@ fn check_count(what: &'static str, count: usize, most: usize) -> Result<(), Payl
     if count <= most { Ok(()) } else { Err(PayloadError::TooMany { what, count, most }) }
 }
 
-fn name(what: &'static str, bytes: &[u8]) -> Result<Arc<str>, PayloadError> {
+pub(super) fn name(what: &'static str, bytes: &[u8]) -> Result<Arc<str>, PayloadError> {
     match std::str::from_utf8(bytes) {
         Ok(name) if bytes.len() <= MAX_NAME && bytes.iter().all(u8::is_ascii_graphic) => {
             Ok(name.into())
@@ -319,6 +329,8 @@ struct Reader<'a> {
     arch: &'static dyn Arch,
     sections: Sections<'a>,
     symbols: Symbols<'a>,
+    /// What it says as a livepatch module, if it is one.
+    module: Option<klp::Module>,
 }
 
 /// What becomes of each section of the file, by its number there.
@@ -336,6 +348,7 @@ impl Reader<'_> {
             symbols: Vec::new(),
             options: PayloadOptions::default(),
             dropped: Vec::new(),
+            table: None,
         };
         let mut kept = vec![Kept::Out; self.sections.len()];
         let mut loaded = 0;
@@ -345,9 +358,14 @@ impl Reader<'_> {
                 contents.sections.push(placed);
             }
         }
+        if let Some(module) = &self.module {
+            contents.table = Some(module.table.clone());
+            contents.options.consistent = true;
+            contents.options.releases.extend(module.release.as_deref().map(Glob::new));
+        }
         let mut names = 0;
         for (index, symbol) in self.symbols.enumerate() {
-            let symbol = self.read_symbol(index, symbol, &kept)?;
+            let symbol = self.read_symbol(index, symbol, &kept, &mut contents.options.maps)?;
             names += symbol.name.len();
             check_count("bytes of names", names, MAX_NAMES)?;
             contents.symbols.push(symbol);
@@ -378,7 +396,8 @@ impl Reader<'_> {
         if flags.contains(elf::SHF_WRITE) && flags.contains(elf::SHF_EXECINSTR) {
             return Err(PayloadError::WritableCode { section: name });
         }
-        let part = match sections::fate(&name, flags) {
+        let own = self.module.as_ref().and_then(|module| module.fate(&name));
+        let part = match own.unwrap_or_else(|| sections::fate(&name, flags)) {
             Fate::Placed(part) => part,
             Fate::Options => {
                 if contents.options != PayloadOptions::default() {
@@ -422,6 +441,7 @@ impl Reader<'_> {
         index: SymbolIndex,
         symbol: &elf::Sym64<Endianness>,
         kept: &[Kept],
+        maps: &mut Vec<Map>,
     ) -> Result<PayloadSymbol, PayloadError> {
         let kind = symbol.st_type();
         let home = match self.symbols.symbol_section(self.endian, symbol, index)? {
@@ -449,6 +469,17 @@ impl Reader<'_> {
             let section = self.sections.section(section)?;
             name = self::name("section", self.sections.section_name(self.endian, section)?)?;
         }
+        let home = match klp::symbol(&name, symbol.st_shndx(self.endian).0) {
+            None => home,
+            Some(map) => match map? {
+                Some(map) => {
+                    maps.push(map);
+                    check_count("livepatch symbols", maps.len(), klp::MAX_SYMBOLS)?;
+                    Home::Undefined
+                }
+                None => Home::Unusable("is a symbol of a module, which may go"),
+            },
+        };
         Ok(PayloadSymbol {
             name,
             home,

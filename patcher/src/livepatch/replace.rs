@@ -80,6 +80,10 @@ pub(super) fn find(
     for map in maps {
         by_new.entry(&map.new).or_default().push(map);
     }
+    let mut by_index: FxHashMap<usize, Vec<&Map>> = FxHashMap::default();
+    for (index, map) in object.table.iter().flatten() {
+        by_index.entry(*index).or_default().push(map);
+    }
     let mut found: Vec<Numbered> = Vec::new();
     let mut taken: FxHashMap<Gva, Arc<str>> = FxHashMap::default();
     // A name is looked up once, however many functions of a made-up object have it.
@@ -90,15 +94,25 @@ pub(super) fn find(
             continue;
         }
         let name = &symbol.name;
-        let wanted = looked_up.entry(name).or_insert_with(|| {
-            let own = Map { new: name.clone(), old: name.clone(), position: None };
-            let maps = match by_new.get(&**name) {
-                Some(maps) => maps.clone(),
-                None if helpers.contains(&**name) || !replaces_its_namesake(kernel, name) => vec![],
-                None => vec![&own],
-            };
-            maps.into_iter().filter_map(|map| entry(kernel, map, errors)).collect()
+        // A table says which symbol it means, and maps which name.
+        let tabled = object.table.as_ref().map(|_| {
+            let maps = by_index.get(&index).into_iter().flatten();
+            maps.filter_map(|map| entry(kernel, map, errors)).collect::<Vec<_>>()
         });
+        let wanted = match &tabled {
+            Some(wanted) => wanted,
+            None => looked_up.entry(name).or_insert_with(|| {
+                let own = Map { new: name.clone(), old: name.clone(), position: None };
+                let maps = match by_new.get(&**name) {
+                    Some(maps) => maps.clone(),
+                    None if helpers.contains(&**name) || !replaces_its_namesake(kernel, name) => {
+                        vec![]
+                    }
+                    None => vec![&own],
+                };
+                maps.into_iter().filter_map(|map| entry(kernel, map, errors)).collect()
+            }),
+        };
         for (old_name, old) in wanted.iter().cloned() {
             if let Some(first) = taken.insert(old.start, name.clone()) {
                 let (old, second) = (old_name, name.clone());

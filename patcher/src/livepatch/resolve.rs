@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::errors::{ResolveError, ResolveErrors};
+use super::klp;
 use super::link::Layout;
 use super::options::Map;
 use super::payload::{Contents, Home, Payload, PayloadSymbol};
@@ -213,16 +214,18 @@ impl Targets<'_> {
         targets
     }
 
-    /// Every map must name something of the payload's.
+    /// Every map must name something of the payload's. What a livepatch module's table says is not for
+    /// maps to change, and its symbols need not all be referred to.
     fn check_maps(&self, referred: &FxHashSet<&str>, errors: &mut Vec<ResolveError>) {
         let functions: FxHashSet<&str> = self
             .object
             .symbols
             .iter()
             .filter(|symbol| symbol.is_function && matches!(symbol.home, Home::Section(_)))
+            .filter(|_| self.object.table.is_none())
             .map(|symbol| &*symbol.name)
             .collect();
-        for map in self.maps {
+        for map in self.maps.iter().filter(|map| !klp::is_symbol(&map.new)) {
             if !functions.contains(&*map.new) && !referred.contains(&*map.new) {
                 errors.push(ResolveError::NothingToMap { new: map.new.clone() });
             }

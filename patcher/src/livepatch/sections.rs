@@ -41,46 +41,47 @@ enum Name {
 use Name::{Begins, Is};
 
 /// What a guest would have to do for a section that nothing from outside can do for it.
-mod advice {
-    pub(super) const ALTERNATIVES: &str = "it lists instructions that the guest would fit to its \
+pub(super) mod advice {
+    pub(in crate::livepatch) const ALTERNATIVES: &str = "it lists instructions that the guest would fit to its \
         processor, which only its own loader does; leave out what is patched for CPU features \
         (static_cpu_has, copy_to_user and the like inline) and call a function of the guest's";
-    pub(super) const STATIC_KEYS: &str = "its jumps are switched by the guest, which does not \
+    pub(in crate::livepatch) const STATIC_KEYS: &str = "its jumps are switched by the guest, which does not \
         know of them; test the key with static_key_enabled() instead of static_branch_*(), and use \
         printk() instead of pr_debug()";
-    pub(super) const EXCEPTIONS: &str = "the guest would not find the handlers of faults that it \
+    pub(in crate::livepatch) const EXCEPTIONS: &str = "the guest would not find the handlers of faults that it \
         lists; call a function of the guest's for access to user memory and for registers that \
         may not be there";
-    pub(super) const BUGS: &str = "the guest would take a trap of BUG() or WARN() for an invalid \
+    pub(in crate::livepatch) const BUGS: &str = "the guest would take a trap of BUG() or WARN() for an invalid \
         instruction and die; test the condition and use printk() instead";
-    pub(super) const STATIC_CALLS: &str = "its calls are redirected by the guest, which does not \
+    pub(in crate::livepatch) const STATIC_CALLS: &str = "its calls are redirected by the guest, which does not \
         know of them; call through static_call_query() instead";
-    pub(super) const PER_CPU: &str = "each CPU would need a copy of it in an area that only the \
+    pub(in crate::livepatch) const PER_CPU: &str = "each CPU would need a copy of it in an area that only the \
         guest can extend; use an array that is indexed by the CPU's number instead";
-    pub(super) const PARAVIRT: &str = "its calls are rewritten by the guest as it boots; call a \
+    pub(in crate::livepatch) const PARAVIRT: &str = "its calls are rewritten by the guest as it boots; call a \
         function of the guest's that does the same";
-    pub(super) const EXPORTS: &str = "nothing that is loaded later could find what it exports; \
+    pub(in crate::livepatch) const EXPORTS: &str = "nothing that is loaded later could find what it exports; \
         leave out EXPORT_SYMBOL";
-    pub(super) const INIT: &str = "nobody would call it: a payload has no beginning and no end; \
+    pub(in crate::livepatch) const INIT: &str = "nobody would call it: a payload has no beginning and no end; \
         leave out what initialises, and initialise data statically";
-    pub(super) const EXIT: &str = "nobody would call it: a payload has no beginning and no end; \
+    pub(in crate::livepatch) const EXIT: &str = "nobody would call it: a payload has no beginning and no end; \
         leave out what cleans up";
-    pub(super) const TRACEPOINTS: &str = "the guest would not know its tracepoints; leave out \
+    pub(in crate::livepatch) const TRACEPOINTS: &str = "the guest would not know its tracepoints; leave out \
         DEFINE_TRACE, trace_*() calls and trace_printk()";
-    pub(super) const AFTER_INIT: &str = "it is data that the guest seals once it has initialised \
+    pub(in crate::livepatch) const AFTER_INIT: &str = "it is data that the guest seals once it has initialised \
         it, and nobody would; leave out __ro_after_init";
-    pub(super) const PARAMETERS: &str = "nobody would set its parameters; leave out module_param";
-    pub(super) const DEBUG: &str = "the guest could not switch its messages on; leave out \
+    pub(in crate::livepatch) const PARAMETERS: &str =
+        "nobody would set its parameters; leave out module_param";
+    pub(in crate::livepatch) const DEBUG: &str = "the guest could not switch its messages on; leave out \
         pr_debug() or define DEBUG";
-    pub(super) const THREADS: &str = "the kernel has no thread-local data; compile without \
+    pub(in crate::livepatch) const THREADS: &str = "the kernel has no thread-local data; compile without \
         __thread and with the kernel's own flags";
-    pub(super) const RESTRICTED: &str = "the guest treats its own code of that section by where \
+    pub(in crate::livepatch) const RESTRICTED: &str = "the guest treats its own code of that section by where \
         it lies; put the function into .text";
-    pub(super) const KCFI: &str = "the guest would take a failed check of a call's type for an \
+    pub(in crate::livepatch) const KCFI: &str = "the guest would take a failed check of a call's type for an \
         invalid instruction; compile without -fsanitize=kcfi";
-    pub(super) const SYSCALLS: &str = "the guest would not know its system calls; leave out \
+    pub(in crate::livepatch) const SYSCALLS: &str = "the guest would not know its system calls; leave out \
         SYSCALL_DEFINE and define the function by its name in kallsyms";
-    pub(super) const LIVEPATCH_MODULE: &str = "it belongs to a livepatch module of the guest's \
+    pub(in crate::livepatch) const LIVEPATCH_MODULE: &str = "it belongs to a livepatch module of the guest's \
         own kind; give the object that was compiled from the functions alone";
 }
 

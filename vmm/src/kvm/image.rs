@@ -8,22 +8,14 @@ use std::io::{self, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use linux_loader::loader::bootparam::setup_header;
-use vm_memory::ByteValued;
 
 use super::layout::PAGE;
+use crate::image::{HEAD, Identity, bzimage, identify};
 
-/// Where the setup header lies in a bzImage.
-const HEADER_AT: usize = 0x1f1;
-/// Enough of the file to hold the setup header, and the magic numbers of what else it may be: the
-/// furthest is that of s390 kernels.
-const HEAD: usize = 0x1_0010;
-const BOOT_FLAG: u16 = 0xaa55;
-const MAGIC: u32 = u32::from_le_bytes(*b"HdrS");
 /// The first protocol that says whether there is a 64-bit entry point (Linux 3.8).
 const PROTOCOL_XLOADFLAGS: u16 = 0x20c;
 const LOADED_HIGH: u8 = 1 << 0;
 const XLF_KERNEL_64: u16 = 1 << 0;
-const SECTOR: u64 = 512;
 
 /// The 64-bit entry point lies so far behind the beginning of the protected-mode code.
 pub(super) const ENTRY_64: u64 = 0x200;
@@ -114,19 +106,14 @@ impl Image {
         (&mut file).take(HEAD as u64).read_to_end(&mut head).map_err(unreadable)?;
         file.rewind().map_err(unreadable)?;
 
-        let mut header = setup_header::default();
-        let found = head.get(HEADER_AT..HEADER_AT + size_of::<setup_header>());
-        if let Some(bytes) = found {
-            header.as_mut_slice().copy_from_slice(bytes);
-        }
-        if found.is_none() || { header.boot_flag } != BOOT_FLAG || { header.header } != MAGIC {
+        let Some(header) = bzimage::header(&head) else {
             return Err(match identify(&head) {
                 Identity::Kernel(found) => {
                     ImageError::Architecture { path: path.to_owned(), found }
                 }
                 Identity::Other(found) => not_a_kernel(found),
             });
-        }
+        };
         let image = Self { file, header };
         image.check(path, metadata.len())?;
         Ok(image)
@@ -149,21 +136,11 @@ impl Image {
         // units of 16 bytes. A signature may follow either.
         let payload = u64::from(header.payload_offset) + u64::from(header.payload_length);
         let code = u64::from(header.syssize) * 16;
-        let expected = self.setup_bytes() + payload.max(code);
+        let expected = bzimage::setup_bytes(header) + payload.max(code);
         if found < expected {
             return Err(ImageError::Truncated { path: path(), found, expected });
         }
         Ok(())
-    }
-
-    /// The size in bytes of the real-mode part, which is not used.
-    fn setup_bytes(&self) -> u64 {
-        // "If this field contains 0, the real value is 4", not counting the boot sector.
-        let sectors = match self.header.setup_sects {
-            0 => 4,
-            sectors => sectors,
-        };
-        (u64::from(sectors) + 1) * SECTOR
     }
 
     /// Where the memory ends that the kernel needs before it knows the memory map: it decompresses
@@ -174,59 +151,18 @@ impl Image {
     }
 }
 
-enum Identity {
-    Kernel(&'static str),
-    Other(&'static str),
-}
-
-/// Says what a file is that is no bzImage, from its first bytes.
-fn identify(head: &[u8]) -> Identity {
-    let at = |offset: usize, magic: &[u8]| head.get(offset..).is_some_and(|h| h.starts_with(magic));
-    // ELF header: e_machine at 18. Its values are those of the System V ABI's registry.
-    let machine = |low: u8, high: u8| at(18, &[low, high]);
-    if head.is_empty() {
-        Identity::Other("an empty file")
-    } else if at(56, b"ARM\x64") {
-        Identity::Kernel("arm64")
-    } else if at(0x30, b"RISCV\0\0\0") {
-        Identity::Kernel("RISC-V")
-    } else if at(0x1_0008, b"S390EP") {
-        Identity::Kernel("s390x")
-    } else if at(0, b"\x7fELF") {
-        if machine(62, 0) {
-            Identity::Other("an x86_64 ELF file, perhaps a vmlinux; give the bzImage made from it")
-        } else if machine(183, 0) {
-            Identity::Kernel("arm64")
-        } else if machine(0, 22) {
-            Identity::Kernel("s390x")
-        } else {
-            Identity::Kernel("another architecture (ELF)")
-        }
-    } else if at(0, b"MZ") {
-        Identity::Other("an EFI program without a Linux setup header")
-    } else if at(0, b"070701") || at(0, b"070702") {
-        Identity::Other("a cpio archive, perhaps an initramfs")
-    } else if at(0, &[0x1f, 0x8b]) {
-        Identity::Other("gzip data, perhaps an initramfs or a kernel that must be unpacked first")
-    } else if at(0, &[0x28, 0xb5, 0x2f, 0xfd]) {
-        Identity::Other("zstd data, perhaps an initramfs")
-    } else if at(0, &[0xfd, b'7', b'z', b'X', b'Z']) {
-        Identity::Other("xz data, perhaps an initramfs")
-    } else {
-        Identity::Other("something without a Linux setup header")
-    }
-}
-
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use std::path::PathBuf;
 
+    use vm_memory::ByteValued;
     use vmm_sys_util::tempdir::TempDir;
 
     use super::*;
+    use crate::image::bzimage::{BOOT_FLAG, HEADER_AT, MAGIC, SECTOR};
 
     /// A file that says what a stock kernel says, with nothing in it.
-    pub(in crate::kvm) fn kernel() -> Vec<u8> {
+    pub(crate) fn kernel() -> Vec<u8> {
         let mut header = setup_header {
             setup_sects: 1,
             syssize: 0x2000 / 16,

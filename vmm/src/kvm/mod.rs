@@ -10,7 +10,7 @@ mod boot;
 mod config;
 mod cpuid;
 mod crew;
-mod image;
+pub(crate) mod image;
 mod kick;
 mod layout;
 mod machine;

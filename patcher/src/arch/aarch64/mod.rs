@@ -15,8 +15,9 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes,
-    PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing, TaskStacks, Unpaged,
+    Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
+    OutOfReach, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing, TaskStacks,
+    Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -44,6 +45,13 @@ const LEAST_TEXT: u64 = 1 << 20;
 /// first version that has it there (`KIMAGE_VADDR`, arch/arm64/include/asm/memory.h).
 const LINKED_AT: [((u32, u32), u64); 3] =
     [((0, 0), 0x1000_0000), ((5, 17), 0x800_0000), ((6, 5), 0x8000_0000)];
+
+/// How many bits of addresses kernels may be built for (`VA_BITS_MIN`).
+const ADDRESS_BITS: [u32; 5] = [36, 39, 42, 47, 48];
+
+/// `R_AARCH64_RELATIVE`; `R_AARCH64_ABS64`, `R_AARCH64_GLOB_DAT`.
+const IMAGE_RELOCATIONS: ImageRelocations =
+    ImageRelocations { relative: 1027, named: &[257, 1025] };
 
 /// A kernel that was moved lies farther than this from the end of the linear map.
 const UNMOVED: u64 = 4 << 30;
@@ -86,6 +94,22 @@ impl Arch for Aarch64 {
         let places = LINKED_AT.iter().rev();
         let above = places.clone().find(|(since, _)| *since <= version);
         Gva(paging::page_end(format)) + above.map_or(0, |(_, above)| *above) + IMAGE_ALIGN
+    }
+
+    fn linked_bases(&self) -> Vec<Gva> {
+        let places = LINKED_AT.map(|(_, above)| above);
+        ADDRESS_BITS
+            .iter()
+            .flat_map(|bits| places.map(|above| Gva(u64::MAX << (bits - 1)) + above))
+            .collect()
+    }
+
+    fn image_relocations(&self) -> Option<ImageRelocations> {
+        Some(IMAGE_RELOCATIONS)
+    }
+
+    fn pad_lead_in(&self) -> Option<u64> {
+        Some(pads::LEAD_IN)
     }
 
     fn pad_len(&self) -> usize {

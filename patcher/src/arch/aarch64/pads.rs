@@ -20,6 +20,9 @@ use crate::arch::{Form, OutOfReach, PadBytes, PadLayout, PadState, Pattern, Pref
 /// The length of the instruction that changes.
 pub(super) const LEN: usize = 4;
 
+/// What lies in front of a function where kernels keep a pointer for each (`DYNAMIC_FTRACE_WITH_CALL_OPS`).
+pub(super) const LEAD_IN: u64 = 8;
+
 /// `nop`
 const NOP: &[u8] = &[0x1f, 0x20, 0x03, 0xd5];
 const IS_NOP: Pattern = Pattern::new("1f2003d5");

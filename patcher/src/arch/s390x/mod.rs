@@ -7,9 +7,9 @@ use object::elf;
 use super::paging::{AddressSpace, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, ImageWindow, KernelPlace,
-    Logger, OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern, Prefix, ReturnCount,
-    SLOT_LEN, Standing, TaskStacks, Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, ImageRelocations,
+    ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern,
+    Prefix, ReturnCount, SLOT_LEN, Standing, TaskStacks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -38,6 +38,9 @@ const DEFAULT_BASE: Gva = Gva(0x10_0000);
 /// The same since (`CONFIG_KERNEL_IMAGE_BASE`, its default). Such kernels always move themselves, without
 /// KASLR to the end of their address space.
 const HIGH_BASE: Gva = Gva(0x3ff_e000_0000);
+
+/// `R_390_RELATIVE`; `R_390_64`, `R_390_GLOB_DAT`.
+const IMAGE_RELOCATIONS: ImageRelocations = ImageRelocations { relative: 12, named: &[22, 10] };
 
 /// How far the region begins below the kernel's text: the end of the area of modules, which the
 /// kernel fills from its beginning.
@@ -75,6 +78,15 @@ impl Arch for S390X {
 
     fn linked_at(&self, _format: &TableFormat, version: (u32, u32)) -> Gva {
         if version < (6, 10) { DEFAULT_BASE } else { HIGH_BASE }
+    }
+
+    fn linked_bases(&self) -> Vec<Gva> {
+        // Those that run elsewhere are linked here too, and write their addresses anew as they start.
+        vec![DEFAULT_BASE]
+    }
+
+    fn image_relocations(&self) -> Option<ImageRelocations> {
+        Some(IMAGE_RELOCATIONS)
     }
 
     fn pad_len(&self) -> usize {

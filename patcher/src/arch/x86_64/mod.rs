@@ -32,6 +32,9 @@ const IMAGE_WINDOW: Range<Gva> = Gva(0xffff_ffff_8000_0000)..Gva(0xffff_ffff_c00
 /// Where modules begin in a kernel that cannot be relocated, whose image has 512 MiB.
 const SMALL_IMAGE_END: Gva = Gva(0xffff_ffff_a000_0000);
 
+/// Where a kernel that was not moved begins: `CONFIG_PHYSICAL_START`, 16 MiB in every distribution's kernel.
+const LINKED_AT: Gva = Gva(0xffff_ffff_8100_0000);
+
 impl Arch for X86_64 {
     fn name(&self) -> &'static str {
         "x86_64"
@@ -62,8 +65,11 @@ impl Arch for X86_64 {
     }
 
     fn linked_at(&self, _format: &TableFormat, _version: (u32, u32)) -> Gva {
-        // CONFIG_PHYSICAL_START, 16 MiB in every distribution's kernel.
-        IMAGE_WINDOW.start + 0x100_0000
+        LINKED_AT
+    }
+
+    fn linked_bases(&self) -> Vec<Gva> {
+        vec![LINKED_AT]
     }
 
     fn pad_len(&self) -> usize {

@@ -5,6 +5,7 @@ mod edges;
 mod guests;
 mod hostile;
 mod instructions;
+mod klp;
 mod native;
 mod oracle;
 mod resolving;

@@ -7,6 +7,7 @@ use vmm::control::Name;
 use super::status::Status;
 
 mod apply;
+mod check;
 mod list;
 mod revert;
 pub mod text;
@@ -18,10 +19,11 @@ mod waiting;
     after_help = AFTER_HELP,
     override_usage = "vmm patch <NAME> apply [OPTIONS] <FILE>\n       \
                       vmm patch <NAME> list [OPTIONS]\n       \
-                      vmm patch <NAME> revert [OPTIONS] <ID>"
+                      vmm patch <NAME> revert [OPTIONS] <ID>\n       \
+                      vmm patch check --kernel <KERNEL> [OPTIONS] <FILE>"
 )]
 pub struct Options {
-    /// The guest, as vmm ps lists it
+    /// The guest, as vmm ps lists it; none for check
     name: Option<Name>,
 
     #[command(subcommand)]
@@ -33,6 +35,7 @@ enum What {
     Apply(apply::Options),
     List(list::Options),
     Revert(revert::Options),
+    Check(check::Options),
 }
 
 const AFTER_HELP: &str = "\
@@ -45,7 +48,10 @@ Examples:
     vmm patch guest1 revert 1
 
   See which functions of which patches are in force:
-    vmm patch guest1 list";
+    vmm patch guest1 list
+
+  See whether fix.o fits a kernel, without a guest:
+    vmm patch check fix.o --kernel /boot/vmlinuz";
 
 /// What exit statuses mean for those commands that change a guest.
 const EXIT_STATUS: &str = "\
@@ -63,6 +69,9 @@ Exit status:
 /// # Errors
 /// It can't be done.
 pub fn run(options: &Options) -> Result<Status> {
+    if let What::Check(options) = &options.what {
+        return check::run(options);
+    }
     let Some(name) = &options.name else {
         // clap takes a guest of the name of a subcommand for that subcommand.
         bail!("which guest? say `vmm patch NAME …`; `vmm ps` lists those that there are");
@@ -71,5 +80,6 @@ pub fn run(options: &Options) -> Result<Status> {
         What::Apply(options) => apply::run(name, options),
         What::List(options) => list::run(name, options),
         What::Revert(options) => revert::run(name, options),
+        What::Check(options) => check::run(options),
     }
 }
