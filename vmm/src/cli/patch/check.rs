@@ -143,9 +143,11 @@ fn text(name: &str, report: &CheckReport) -> String {
             true => String::new(),
             false => format!(" by {}", function.new),
         };
-        let _ = writeln!(text, "  replaces  {}{by}, at _text+{:#x}", function.name, function.offset);
+        let _ =
+            writeln!(text, "  replaces  {}{by}, at _text+{:#x}", function.name, function.offset);
         for copy in &function.copies {
-            let _ = writeln!(text, "  keeps     {copy}, a copy of {} for some callers", function.name);
+            let _ =
+                writeln!(text, "  keeps     {copy}, a copy of {} for some callers", function.name);
         }
     }
     for helper in &report.helpers {
