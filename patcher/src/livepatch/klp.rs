@@ -343,7 +343,7 @@ impl<'a> Tables<'a> {
         let pointers = self.pointers(index)?;
         let count = bytes.len() as u64 / format.size;
         let unsound = |entry, problem| KlpError::Table { section: format.section, entry, problem };
-        if count > MAX_FUNCTIONS || bytes.len() as u64 % format.size != 0 {
+        if count > MAX_FUNCTIONS || !(bytes.len() as u64).is_multiple_of(format.size) {
             return Err(unsound(count, "is more than a table has, or cut short").into());
         }
         if format.object.is_none() {

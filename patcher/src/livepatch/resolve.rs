@@ -19,6 +19,9 @@ use crate::kernel::{Kernel, ReturnFormError, Symbol, Symbols};
 use crate::mem::PhysMem;
 use crate::region::PayloadSizes;
 
+/// Tells the module that has a symbol of that name.
+pub type ModuleOf<'a> = dyn Fn(&str) -> Option<Arc<str>> + 'a;
+
 /// What a payload needs to know of the kernel that it is for.
 pub struct KernelView<'a> {
     /// The architecture that it runs on.
@@ -30,7 +33,7 @@ pub struct KernelView<'a> {
     /// How its functions return.
     pub returns: ReturnForm,
     /// The module that has a symbol of that name, for what the kernel itself does not have.
-    pub modules: Box<dyn Fn(&str) -> Option<Arc<str>> + 'a>,
+    pub modules: Box<ModuleOf<'a>>,
 }
 
 impl KernelView<'_> {

@@ -200,7 +200,7 @@ impl<'m> Patching<'m> {
                 self.files.push((applied.id, file));
                 self.forget_old_files(hooks);
                 let info = self.patches.list(hooks).into_iter().find(|info| info.id == applied.id);
-                let Some(mut patch) = info.map(|info| self.describe(&info)) else { return None };
+                let mut patch = info.map(|info| self.describe(&info))?;
                 patch.functions.truncate(MAX_FUNCTIONS);
                 answer.give(Ok(Patched {
                     patch,
