@@ -1,6 +1,6 @@
 //! Guests of a QEMU that the test has started by itself, as somebody else would.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,11 @@ use patcher::kernel::MappedRegion;
 use patcher::region::Part;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{Selection, Session};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
-use tests::emulated::{self, Nowhere, output, said, signal, wait_for_kernel, wait_until};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use tests::emulated::{self, LONG, Nowhere, output, said, signal, wait_for_kernel, wait_until};
 use tests::guest::{complaints, text};
 use tests::lab::{Trace, vmm};
 use vmm::qemu::{Attach, AttachError, Attached, IvshmemError, RegionMemory};
@@ -60,8 +63,9 @@ impl Folder {
         pid
     }
 
-    /// QEMU with two CPUs and a stock kernel that works for ever, its console in `console`.
-    fn linux(&mut self) -> u32 {
+    /// QEMU with two CPUs and a stock kernel that works for ever, its console in `console`; with these
+    /// options as well.
+    fn linux(&mut self, more: &str) -> u32 {
         let kernel = kernel_for(self.architecture, Series::V6_1).unwrap().vmlinuz;
         let (machine, console) = match self.architecture {
             Architecture::X86_64 => ("q35", "ttyS0"),
@@ -71,7 +75,7 @@ impl Folder {
         let options = format!(
             "-machine {machine},memory-backend=ram -cpu max -smp 2 -m 576M -serial file:DIR/console \
              -object memory-backend-file,id=ram,share=on,size=576M,mem-path=DIR/ram \
-             -initrd DIR/initrd -kernel {}",
+             -initrd DIR/initrd -kernel {} {more}",
             kernel.display()
         );
         let append = format!(
@@ -121,6 +125,52 @@ impl Drop for Folder {
     }
 }
 
+/// `vmm attach` with a terminal.
+struct OnTerminal {
+    child: Child,
+    keys: fs::File,
+    said: String,
+}
+
+impl OnTerminal {
+    fn attach(folder: &Folder) -> Self {
+        let keys = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&keys).unwrap();
+        unlockpt(&keys).unwrap();
+        let name = ptsname(&keys, Vec::new()).unwrap();
+        let open = || {
+            let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+            rustix::fs::open(name.as_c_str(), flags, Mode::empty()).unwrap()
+        };
+        let mut command = folder.vmm(&[]);
+        command.stdin(open()).stdout(open()).stderr(open());
+        let child = command.spawn().unwrap();
+        Self { child, keys: keys.into(), said: String::new() }
+    }
+
+    fn wait_for(&mut self, words: &str) {
+        let longest = Timespec::try_from(LONG).unwrap();
+        while !self.said.contains(words) {
+            let ready =
+                poll(&mut [PollFd::new(&self.keys, PollFlags::IN)], Some(&longest)).unwrap();
+            let mut some = [0; 1024];
+            let length = if ready == 0 { Ok(0) } else { self.keys.read(&mut some) };
+            let length = length.ok().filter(|length| *length > 0);
+            let length = length.unwrap_or_else(|| panic!("{words:?} is not said: {}", self.said));
+            self.said.push_str(&String::from_utf8_lossy(&some[..length]));
+        }
+    }
+
+    fn answer(&mut self, answer: &str) {
+        self.wait_for("Put them back? [y/N] ");
+        self.keys.write_all(answer.as_bytes()).unwrap();
+    }
+
+    fn ended(self) -> Option<i32> {
+        output(self.child).status.code()
+    }
+}
+
 /// A program's exit status, and what it said.
 fn told(output: &Output) -> (Option<i32>, String) {
     (output.status.code(), said(output))
@@ -152,7 +202,7 @@ fn an_aarch64_guest_is_left_as_it_was_found() {
 /// Attaches to a guest again and again, and ends in every way; it has at least so many functions.
 fn left_as_it_was_found(architecture: Architecture, functions: usize) {
     let mut folder = Folder::new(architecture, "life");
-    let qemu = folder.linux();
+    let qemu = folder.linux("");
     let attach = folder.attach();
     let before = attached_text(&attach);
 
@@ -203,8 +253,24 @@ fn left_as_it_was_found(architecture: Architecture, functions: usize) {
     attached.detach().unwrap();
     assert!(attached_text(&attach) == before, "the text is not what it was");
 
+    // No end again, and somebody is asked.
+    let mut child = folder.trace("third");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let mut refusing = OnTerminal::attach(&folder);
+    refusing.answer("\n");
+    refusing.wait_for("--restore");
+    assert_eq!(refusing.ended(), Some(1));
+    let mut agreeing = OnTerminal::attach(&folder);
+    agreeing.answer("y\n");
+    agreeing.wait_for("put back ");
+    agreeing.wait_for("attached to a guest");
+    signal("-INT", agreeing.child.id());
+    assert_eq!(agreeing.ended(), Some(130));
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+
     // QEMU's end.
-    let child = folder.trace("third");
+    let child = folder.trace("fourth");
     assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
     signal("-KILL", qemu);
     let (status, words) = told(&output(child));
@@ -212,28 +278,28 @@ fn left_as_it_was_found(architecture: Architecture, functions: usize) {
     assert!(words.contains("QEMU has ended and the guest with it"), "{words}");
 }
 
-/// Hangs up the connection to the monitor at `path` that this process has.
-fn hang_up(path: &Path) {
-    let this =
-        pidfd_open(Pid::from_raw(process::id() as i32).unwrap(), PidfdFlags::empty()).unwrap();
-    let numbers = fs::read_dir("/proc/self/fd").unwrap();
+/// Hangs up the connection to the socket at `path` that a process, this one or a child, has.
+fn hang_up(process: u32, path: &Path) {
+    let pid = Pid::from_raw(process as i32).unwrap();
+    let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+    let numbers = fs::read_dir(format!("/proc/{process}/fd")).unwrap();
     let numbers: Vec<i32> = numbers
         .map(|entry| entry.unwrap().file_name().into_string().unwrap().parse().unwrap())
         .collect();
     let is_it =
         |stream: &UnixStream| stream.peer_addr().is_ok_and(|peer| peer.as_pathname() == Some(path));
     let copies = numbers.iter().filter_map(|number| {
-        Some(UnixStream::from(pidfd_getfd(&this, *number, PidfdGetfdFlags::empty()).ok()?))
+        Some(UnixStream::from(pidfd_getfd(&pidfd, *number, PidfdGetfdFlags::empty()).ok()?))
     });
     let mut found: Vec<UnixStream> = copies.filter(is_it).collect();
-    assert!(!found.is_empty(), "there is a connection to the monitor");
+    assert!(!found.is_empty(), "there is a connection to {}", path.display());
     found.pop().unwrap().shutdown(std::net::Shutdown::Both).unwrap();
 }
 
 #[test]
 fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
     let mut folder = Folder::new(Architecture::X86_64, "monitor");
-    folder.linux();
+    folder.linux("");
     let attach = folder.attach();
     let attached = Attached::new(&attach).unwrap();
     let kernel = wait_for_kernel(attached.machine());
@@ -243,13 +309,50 @@ fn a_monitor_that_hangs_up_in_a_stop_leaves_the_guest_to_be_put_back_and_run() {
     let selection = Selection::new(&kernel, attached.machine(), &filter).unwrap();
     let (mut session, _) = Session::arm(attached.machine(), &kernel, &region, &selection).unwrap();
     let stopped = attached.machine().stop().unwrap();
-    hang_up(&attach.qmp);
+    hang_up(process::id(), &attach.qmp);
     stopped.resume().unwrap();
     assert_eq!(attached.wait(), None, "the guest lives");
     session.disarm().unwrap();
     drop(session);
     attached.detach().unwrap();
     assert!(attached_text(&attach) == before, "the text is not what it was");
+    assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+}
+
+#[test]
+fn a_connection_that_is_lost_leaves_a_guest_that_runs_and_can_be_put_back() {
+    let mut folder = Folder::new(Architecture::X86_64, "lost");
+    folder.linux("-gdb unix:DIR/gdb,server=on,wait=off");
+    let attach = folder.attach();
+    let before = attached_text(&attach);
+
+    // Without the monitor there is the gdbstub to put everything back.
+    let child = folder.trace("first");
+    hang_up(child.id(), &attach.qmp);
+    let (status, words) = told(&output(child));
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("monitor has hung up") && words.contains("as it was found"), "{words}");
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+
+    // Without the gdbstub the next has to.
+    let child = folder.trace("second");
+    hang_up(child.id(), &folder.path("gdb"));
+    signal("-INT", child.id());
+    let (status, words) = told(&output(child));
+    assert_eq!(status, Some(1), "{words}");
+    assert!(words.contains("gdbstub"), "{words}");
+    let left = Attached::new(&attach).unwrap_err();
+    assert!(matches!(left, AttachError::LeftBehind { sites: 50.., .. }), "{left}");
+    let attached = Attached::new(&Attach { restore: true, ..attach.clone() }).unwrap();
+    let restored = attached.restored().unwrap().clone();
+    attached.detach().unwrap();
+    assert!(restored.restored >= 50 && restored.foreign.is_empty(), "{restored:?}");
+    assert!(attached_text(&attach) == before, "the text is not what it was");
+
+    // The guest works on.
+    let child = folder.trace("third");
+    signal("-INT", child.id());
+    assert_eq!(told(&output(child)).0, Some(130));
     assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
 }
 
