@@ -2,6 +2,7 @@
 
 pub mod bare;
 pub mod capture;
+pub mod cycles;
 pub mod emulated;
 pub mod guest;
 pub mod lab;

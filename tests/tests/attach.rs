@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
-use std::{fs, process};
+use std::{fs, io, process, thread};
 
 use guest_images::{Architecture, Series, kernel_for};
 use patcher::kernel::MappedRegion;
@@ -443,6 +443,9 @@ fn a_device_has_the_region(
         format!("console={console} loglevel=5 vmm.work={work},proc-read:/proc/uptime:100000000");
     folder.qemu(&options, &[&append]);
     let mut typed = UnixStream::connect(folder.path("console-socket")).unwrap();
+    // What nobody reads soon fills the socket, byte by byte, and QEMU waits for room with the guest held.
+    let mut printed = typed.try_clone().unwrap();
+    thread::spawn(move || io::copy(&mut printed, &mut io::sink()));
     wait_until("a guest that waits", || folder.read("console").contains("VMM-READY"));
 
     let attach = folder.attach();
@@ -514,6 +517,7 @@ fn what_keeps_a_device_from_being_used_is_named() {
         let why = refused(&attach);
         assert!(is_it(&why), "{options}: {why:?}");
         signal("-KILL", pid);
+        wait_until("QEMU's end", || UnixStream::connect(folder.path("qmp")).is_err());
     }
     let error = Attached::new(&attach).unwrap_err();
     assert!(matches!(error, AttachError::NoMonitor { .. }), "{error}");

@@ -1,8 +1,11 @@
 //! Live patches of stock guests of every architecture, whose QEMU somebody else has started.
 
+use std::path::Path;
 use std::time::Duration;
 
 use guest_images::{Architecture, Series, kernel_for};
+use patcher::kernel::MappedRegion;
+use tests::cycles::Cycles;
 use tests::emulated::{Folder, wait_for_kernel};
 use tests::guest::{complaints, text};
 use tests::patched::{Here, Patched, payloads};
@@ -163,4 +166,26 @@ fn patches_end_with_a_vmm_that_is_killed_or_with_the_guests_kernel() {
     assert!(said.contains("vmm: reverted 1 patch (proc-cmdline.o)"), "{said}");
     Sample::ProcCmdline.check(&mut bench.guest, false);
     assert_eq!(complaints(&bench.guest.ask("dmesg")), [] as [&str; 0]);
+}
+
+#[test]
+fn answers_under_load_are_the_old_ones_or_the_new_ones_through_500_rounds() {
+    let architecture = Architecture::X86_64;
+    let folder = Folder::new(architecture, "patch-rounds");
+    let mut here = Here::default();
+    let Bench { mut guest, attach, payloads, .. } =
+        Bench::start(&mut here, &folder, architecture, Series::V6_1);
+    let attached = Attached::new(&attach).unwrap();
+    let kernel = wait_for_kernel(attached.machine());
+    let region = MappedRegion::new(attached.machine(), &kernel).unwrap();
+    let mut ask = |command: &str| Ok(guest.ask(command));
+    let mut cycles = Cycles::new(attached.machine(), &kernel, &region, &mut ask);
+    for (work, file, rounds) in
+        [("null-lseek", "hot-return.o", 500), ("loadavg", "shared-state.o", 100)]
+    {
+        let seen = cycles.run(work, &Path::new(&payloads).join(file), rounds).unwrap();
+        println!("{seen}");
+    }
+    attached.detach().unwrap();
+    assert_eq!(complaints(&guest.ask("dmesg")), [] as [&str; 0]);
 }
