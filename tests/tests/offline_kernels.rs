@@ -107,11 +107,11 @@ fn compiler(architecture: Architecture) -> (&'static str, &'static [&'static str
 fn payload(architecture: Architecture, more: &str) -> Payload {
     let source = format!(
         r#"
-        extern void seq_puts(void *file, const char *text);
+        extern void seq_printf(void *file, const char *format, ...);
         static unsigned long calls;
         static __attribute__((noinline)) unsigned long count(void) {{ return ++calls; }}
         int cmdline_proc_show(void *file, void *unused) {{
-            seq_puts(file, count() > 1 ? "again\n" : "once\n");
+            seq_printf(file, count() > 1 ? "again\n" : "once\n");
             return 0;
         }}
         #define SAYS(text) \
@@ -142,9 +142,9 @@ impl Pair {
         let at = self.running.image().range.start + function.offset;
         assert_eq!((at, at + function.pad), (site.function, site.at));
         assert!(report.helpers.iter().any(|name| &**name == "count"), "{report:?}");
-        let seq_puts = self.running.symbols().address("seq_puts").unwrap();
-        let used = report.symbols.iter().find(|(name, _)| &**name == "seq_puts").unwrap();
-        assert_eq!(self.running.image().range.start + used.1.cast_unsigned(), seq_puts);
+        let seq_printf = self.running.symbols().address("seq_printf").unwrap();
+        let used = report.symbols.iter().find(|(name, _)| &**name == "seq_printf").unwrap();
+        assert_eq!(self.running.image().range.start + used.1.cast_unsigned(), seq_printf);
         assert!(report.sizes.text > 0 && report.sizes.data > 0 && !report.consistent);
         let running = self.running.build_id(&self.guest.ram).unwrap().to_string();
         assert_eq!(report.build_id.as_deref(), Some(&*running));
