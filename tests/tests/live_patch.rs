@@ -1,6 +1,7 @@
 //! Live patches of stock guests of every architecture, whose QEMU somebody else has started.
 
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use guest_images::{Architecture, Series, kernel_for};
@@ -8,6 +9,7 @@ use patcher::kernel::MappedRegion;
 use tests::cycles::Cycles;
 use tests::emulated::{Folder, wait_for_kernel};
 use tests::guest::{complaints, text};
+use tests::lab::vmm;
 use tests::patched::{Here, Patched, payloads};
 use tests::samples::{Sample, every_sample_takes_effect_and_is_taken_back};
 use vmm::qemu::{Attach, Attached};
@@ -188,4 +190,29 @@ fn answers_under_load_are_the_old_ones_or_the_new_ones_through_500_rounds() {
     }
     attached.detach().unwrap();
     assert_eq!(complaints(&guest.ask("dmesg")), [] as [&str; 0]);
+}
+
+#[test]
+fn payloads_are_checked_against_the_files_of_kernels() {
+    let folder = Folder::new(Architecture::X86_64, "patch-check");
+    let payload = payloads(Architecture::X86_64, &folder.path("payloads")).join("shared-state.o");
+    let check = |architecture, series| {
+        let kernel = kernel_for(architecture, series).unwrap().vmlinuz;
+        let mut command = Command::new(vmm());
+        command.args(["patch", "check"]).arg(&payload).arg("--kernel").arg(kernel);
+        let output = command.output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    for series in [Series::V6_1, Series::V6_12] {
+        let (status, report, said) = check(Architecture::X86_64, series);
+        assert_eq!((status, &*said), (Some(0), ""), "{report}");
+        for function in ["loadavg_proc_show", "get_avenrun", "nr_running"] {
+            assert!(report.contains(&format!("  replaces  {function}, at _text+0x")), "{report}");
+        }
+        assert!(report.contains("  uses      seq_printf\n"), "{report}");
+    }
+    let (status, report, said) = check(Architecture::S390x, Series::V6_1);
+    assert_eq!((status, &*report), (Some(1), ""));
+    assert!(said.contains("the object is for x86_64 and the kernel runs on s390x"), "{said}");
 }
