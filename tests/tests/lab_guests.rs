@@ -7,10 +7,11 @@ use tests::lab::{INITRD, Trace, VmmLab, guest_kernel, vmm_run};
 const CYCLES: &str = env!("CARGO_BIN_EXE_cycles");
 const HOSTILE: &str = env!("CARGO_BIN_EXE_hostile");
 
-/// Keeps both CPUs in the kernel for longer than `rounds` of `cycles` take, also on an idle machine.
+/// Keeps both CPUs in the kernel for longer than `rounds` of `cycles` take, on an idle machine and on one
+/// that is busy with something else.
 fn busy(rounds: u32) -> String {
-    let forks = 400 + 120 * rounds;
-    let reads = 20_000 + 8000 * rounds;
+    let forks = 900 + 120 * rounds;
+    let reads = 52_000 + 8000 * rounds;
     format!("vmm.work=forks:{forks}@0+proc-read:/proc/uptime:{reads}@1")
 }
 
