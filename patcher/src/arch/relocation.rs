@@ -4,6 +4,8 @@
 //! address, `A` the addend, `P` the address of the place that is written, `G` the address of the
 //! eight bytes that hold `S` (an entry of the global offset table).
 
+use object::elf::RelocationType;
+
 /// One kind of relocation.
 #[derive(Debug)]
 pub struct Relocation {
@@ -15,6 +17,16 @@ pub struct Relocation {
     pub len: usize,
     /// Writes the value, which is passed in 64 bits, into these bytes; what else they hold stays.
     pub write: fn(&mut [u8], u64) -> Result<(), Misfit>,
+}
+
+/// A row of an architecture's table.
+pub(super) const fn row(
+    kind: RelocationType,
+    value: Value,
+    len: usize,
+    write: fn(&mut [u8], u64) -> Result<(), Misfit>,
+) -> Relocation {
+    Relocation { kind: kind.0, value, len, write }
 }
 
 /// How a relocation's value is computed. All arithmetic wraps at 64 bits, as the guest's own does.

@@ -3,7 +3,7 @@
 
 use object::elf;
 
-use crate::arch::relocation::{Misfit, Relocation, Value, aligned, either, signed, unsigned};
+use crate::arch::relocation::{Misfit, Relocation, Value, aligned, either, row, signed, unsigned};
 
 /// What gcc and clang emit with the kernel's flags, and what assembly may hold beside it.
 pub(super) const RELOCATIONS: &[Relocation] = &[
@@ -63,15 +63,6 @@ pub(super) const RELOCATIONS: &[Relocation] = &[
     row(elf::R_AARCH64_ADR_GOT_PAGE, Value::EntryPageRelative, 4, page),
     row(elf::R_AARCH64_LD64_GOT_LO12_NC, Value::Entry, 4, low_12::<3>),
 ];
-
-const fn row(
-    kind: elf::RelocationType,
-    value: Value,
-    len: usize,
-    write: fn(&mut [u8], u64) -> Result<(), Misfit>,
-) -> Relocation {
-    Relocation { kind: kind.0, value, len, write }
-}
 
 fn put(at: &mut [u8], value: u64) -> Result<(), Misfit> {
     let len = at.len();

@@ -5,7 +5,7 @@
 
 use object::elf;
 
-use crate::arch::relocation::{Misfit, Relocation, Value, aligned, either, signed, unsigned};
+use crate::arch::relocation::{Misfit, Relocation, Value, aligned, either, row, signed, unsigned};
 
 /// For branches that are predicted by instructions of their own (`bprp`), which came later than all
 /// others.
@@ -46,15 +46,6 @@ pub(super) const RELOCATIONS: &[Relocation] = &[
     row(elf::R_390_PLT64, Value::Relative, 8, put),
     row(elf::R_390_GOTENT, Value::EntryRelative, 4, halfwords::<32>),
 ];
-
-const fn row(
-    kind: elf::RelocationType,
-    value: Value,
-    len: usize,
-    write: fn(&mut [u8], u64) -> Result<(), Misfit>,
-) -> Relocation {
-    Relocation { kind: kind.0, value, len, write }
-}
 
 fn put(at: &mut [u8], value: u64) -> Result<(), Misfit> {
     let bytes = value.to_be_bytes();

@@ -6,7 +6,7 @@
 
 use object::elf;
 
-use crate::arch::relocation::{Misfit, Relocation, Value, either, signed, unsigned};
+use crate::arch::relocation::{Misfit, Relocation, Value, either, row, signed, unsigned};
 
 /// What gcc and clang emit with the kernel's flags, and what assembly may hold beside it.
 pub(super) const RELOCATIONS: &[Relocation] = &[
@@ -26,15 +26,6 @@ pub(super) const RELOCATIONS: &[Relocation] = &[
     row(elf::R_X86_64_GOTPCRELX, Value::EntryRelative, 4, signed_32),
     row(elf::R_X86_64_REX_GOTPCRELX, Value::EntryRelative, 4, signed_32),
 ];
-
-const fn row(
-    kind: elf::RelocationType,
-    value: Value,
-    len: usize,
-    write: fn(&mut [u8], u64) -> Result<(), Misfit>,
-) -> Relocation {
-    Relocation { kind: kind.0, value, len, write }
-}
 
 fn whole(at: &mut [u8], value: u64) -> Result<(), Misfit> {
     put(at, value)
