@@ -105,6 +105,29 @@ pub enum VariableError {
 /// Reads go page by page: the smallest pages of every architecture are a multiple of this.
 const PAGE: u64 = 4096;
 
+/// Fills `buf` with the bytes at `va`, where `translate` tells of an address in which physical memory the
+/// rest of its page is.
+fn read_pages(
+    ram: &dyn PhysMem,
+    va: Gva,
+    buf: &mut [u8],
+    mut translate: impl FnMut(Gva) -> Result<Gpa, ReadError>,
+) -> Result<(), ReadError> {
+    let len = buf.len();
+    let mut at = va;
+    let mut rest = buf;
+    while !rest.is_empty() {
+        let in_page = (PAGE - at.0 % PAGE) as usize;
+        let (now, later) = rest.split_at_mut(in_page.min(rest.len()));
+        ram.read(translate(at)?, now)?;
+        if !later.is_empty() {
+            at = at.checked_add(now.len() as u64).ok_or(ReadError::Wraps { va, len })?;
+        }
+        rest = later;
+    }
+    Ok(())
+}
+
 impl Kernel {
     /// The architecture.
     #[must_use]
@@ -185,19 +208,7 @@ impl Kernel {
     /// # Errors
     /// [`ReadError`]; `buf` is then unspecified.
     pub fn read_virt(&self, ram: &dyn PhysMem, va: Gva, buf: &mut [u8]) -> Result<(), ReadError> {
-        let len = buf.len();
-        let mut at = va;
-        let mut rest = buf;
-        while !rest.is_empty() {
-            let in_page = (PAGE - at.0 % PAGE) as usize;
-            let (now, later) = rest.split_at_mut(in_page.min(rest.len()));
-            ram.read(self.translate(ram, at)?, now)?;
-            if !later.is_empty() {
-                at = at.checked_add(now.len() as u64).ok_or(ReadError::Wraps { va, len })?;
-            }
-            rest = later;
-        }
-        Ok(())
+        read_pages(ram, va, buf, |at| Ok(self.translate(ram, at)?))
     }
 
     /// Whether this kernel is still there: its own page tables map its text where it was found, and

@@ -3,7 +3,7 @@
 use rustc_hash::FxHashMap;
 
 use crate::addr::{Gpa, Gva};
-use crate::kernel::{Kernel, PAGE, ReadError};
+use crate::kernel::{Kernel, PAGE, ReadError, read_pages};
 use crate::mem::PhysMem;
 
 /// Reads a kernel's memory. What its page tables said is remembered, so this is for one stop, or for
@@ -25,19 +25,7 @@ impl<'a> Reader<'a> {
 
     /// Fills `buf` with the bytes at `va`.
     pub fn read(&mut self, va: Gva, buf: &mut [u8]) -> Result<(), ReadError> {
-        let len = buf.len();
-        let mut at = va;
-        let mut rest = buf;
-        while !rest.is_empty() {
-            let in_page = (PAGE - at.0 % PAGE) as usize;
-            let (now, later) = rest.split_at_mut(in_page.min(rest.len()));
-            self.ram.read(self.translate(at)?, now)?;
-            if !later.is_empty() {
-                at = at.checked_add(now.len() as u64).ok_or(ReadError::Wraps { va, len })?;
-            }
-            rest = later;
-        }
-        Ok(())
+        read_pages(self.ram, va, buf, |at| self.translate(at))
     }
 
     pub fn u64(&mut self, va: Gva) -> Result<u64, ReadError> {
