@@ -208,6 +208,8 @@ impl Machine for Guest {
 struct Standstill<'a> {
     guest: &'a Guest,
     gdb: MutexGuard<'a, Gdb>,
+    /// The registers of vCPUs that were asked for; they stay as they are until the vCPU goes on.
+    registers: Vec<Option<Registers>>,
     quiesce: Duration,
     since: Instant,
     released: bool,
@@ -228,7 +230,9 @@ impl<'a> Standstill<'a> {
         let mut gdb = guest.gdb();
         gdb.stop(guest.stop_deadline).map_err(|error| guest.failed(STOP, error))?;
         let since = Instant::now();
-        Ok(Self { guest, gdb, quiesce: since - begun, since, released: false, _turn: turn })
+        let registers = vec![None; guest.vcpus];
+        let quiesce = since - begun;
+        Ok(Self { guest, gdb, registers, quiesce, since, released: false, _turn: turn })
     }
 
     fn release(&mut self) -> Result<StopTimes, StopError> {
@@ -244,8 +248,10 @@ impl<'a> Standstill<'a> {
 impl Stopped for Standstill<'_> {
     fn registers(&mut self, vcpu: usize) -> Result<Registers, StopError> {
         let count = self.guest.vcpus;
-        if vcpu >= count {
-            return Err(StopError::NoSuchVcpu { vcpu, count });
+        match self.registers.get(vcpu) {
+            None => return Err(StopError::NoSuchVcpu { vcpu, count }),
+            Some(Some(known)) => return Ok(*known),
+            Some(None) => {}
         }
         let places: Vec<_> = self.guest.places.iter().map(|(place, _)| *place).collect();
         let values = self.gdb.registers(vcpu, &places);
@@ -254,6 +260,7 @@ impl Stopped for Standstill<'_> {
         for ((_, set), value) in self.guest.places.iter().zip(values) {
             set(&mut registers, value);
         }
+        self.registers[vcpu] = Some(registers);
         Ok(registers)
     }
 
@@ -282,6 +289,9 @@ impl Stopped for Standstill<'_> {
     }
 
     fn step(&mut self, vcpu: usize) -> Result<(), StopError> {
+        if let Some(known) = self.registers.get_mut(vcpu) {
+            *known = None;
+        }
         self.gdb.step(vcpu).map_err(|error| self.guest.failed("step a vCPU", error))
     }
 
