@@ -17,6 +17,8 @@ check: setup ## format, lints, docs and unit tests: minutes
 	$(CARGO) test --workspace --lib --bins --quiet
 
 test: check ## everything, whole guests included
+	@# Tests have it built if need be, and then while a guest that they have started is busy.
+	$(CARGO) build --quiet --package vmm --bin vmm
 	$(CARGO) test --workspace --test '*' --no-fail-fast -- --test-threads=1
 	$(CARGO) test --workspace --doc --quiet
 
