@@ -363,10 +363,20 @@ impl<'m> Driver<'m> {
         self.way_to_a_call = self.way_to_a_call.saturating_sub(LOOP) + 1 + looked;
     }
 
-    /// Has the first processor execute one instruction; tells where it stands then.
+    /// Has the first processor execute one instruction, none of which leads to itself; tells where it
+    /// stands then.
+    ///
+    /// # Panics
+    /// If it stays where it is.
     pub fn step(&self, stopped: &mut dyn Stopped) -> u64 {
-        stopped.step(0).unwrap();
-        stopped.registers(0).unwrap().pc()
+        const TRIES: usize = 3;
+        let from = stopped.registers(0).unwrap().pc();
+        // Now and then QEMU says that a processor has stepped that has not executed anything.
+        let mut steps = (0..TRIES).map(|_| {
+            stopped.step(0).unwrap();
+            stopped.registers(0).unwrap().pc()
+        });
+        steps.find(|pc| *pc != from).unwrap_or_else(|| panic!("it stays at {from:#x}"))
     }
 
     /// The address of a symbol.
