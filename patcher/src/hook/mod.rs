@@ -28,6 +28,8 @@ use crate::region::Part;
 
 mod change;
 mod error;
+#[cfg(test)]
+pub(crate) mod place;
 mod stops;
 #[cfg(test)]
 mod tests;

@@ -4,54 +4,15 @@ use std::path::PathBuf;
 use proptest::prelude::*;
 use vm_memory::Bytes;
 
+use super::place::{FUNCTIONS, Place};
 use super::*;
 use crate::arch::Arch;
 use crate::arch::x86_64::X86_64;
 use crate::journal::Journal;
 use crate::patch::{Foreign, LeftBehind, VerifyError};
-use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
-
-/// A guest, and what is known of it before anything is armed.
-struct Place {
-    guest: Guest,
-    kernel: Kernel,
-    region: MappedRegion,
-    sites: Vec<Site>,
-}
-
-/// Functions that the tests change, by their indices in the guest.
-const FUNCTIONS: [usize; 4] = [0, 1, 2, 3];
+use crate::synthetic::{Faulty, Kind};
 
 impl Place {
-    fn new() -> Self {
-        let guest = Guest::new(&Blueprint { functions: 1100, ..Blueprint::default() });
-        let kernel = guest.kernel();
-        let region = MappedRegion::new(&guest, &kernel).unwrap();
-        let sites = kernel.pads(guest.ram()).unwrap().sites;
-        let sites = FUNCTIONS.map(|index| {
-            let pad = guest.functions[index].pad;
-            sites.iter().find(|site| site.at == pad).unwrap().clone()
-        });
-        Self { guest, kernel, region, sites: sites.into() }
-    }
-
-    fn hooks(&self) -> Hooks<'_> {
-        Hooks::new(&self.guest, &self.kernel, &self.region)
-    }
-
-    /// What the pad of one of the functions holds.
-    fn pad(&self, function: usize) -> PadBytes {
-        PadBytes::new(&self.guest.peek(self.sites[function].at, 5))
-    }
-
-    fn pads(&self) -> Vec<PadBytes> {
-        FUNCTIONS.map(|function| self.pad(function)).into()
-    }
-
-    fn originals(&self) -> Vec<PadBytes> {
-        self.sites.iter().map(|site| site.original).collect()
-    }
-
     /// Where a function may be redirected to.
     fn target(&self, nth: u64) -> Gva {
         self.region.range(Part::Code).start + 0x10_0000 + 64 * nth

@@ -8,14 +8,15 @@ use vm_memory::Bytes;
 use super::*;
 use crate::arch::x86_64::X86_64;
 use crate::arch::{Arch, PadBytes, PadState};
+use crate::hook::place::{FUNCTIONS, Place};
 use crate::hook::{HookError, Want};
 use crate::journal::Journal;
-use crate::kernel::{Kernel, MappedRegion, Refusal, Site};
+use crate::kernel::{Refusal, Site};
 use crate::livepatch::tests::compiler;
 use crate::machine::Machine;
 use crate::patch::Foreign;
 use crate::region::{PART_BYTES, Part};
-use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
+use crate::synthetic::{Faulty, Kind};
 use crate::trace::filter::Glob;
 
 /// A payload that replaces these functions of the synthetic guest.
@@ -40,41 +41,7 @@ static ONE: LazyLock<Vec<u8>> = LazyLock::new(|| payload(&[0]));
 static TWO: LazyLock<Vec<u8>> = LazyLock::new(|| payload(&[0, 1]));
 static OTHERS: LazyLock<Vec<u8>> = LazyLock::new(|| payload(&[1, 2, 3]));
 
-/// Functions that the payloads replace, by their indices in the guest.
-const FUNCTIONS: [usize; 4] = [0, 1, 2, 3];
-
-struct Place {
-    guest: Guest,
-    kernel: Kernel,
-    region: MappedRegion,
-    sites: Vec<Site>,
-}
-
 impl Place {
-    fn new() -> Self {
-        let guest = Guest::new(&Blueprint { functions: 1100, ..Blueprint::default() });
-        let kernel = guest.kernel();
-        let region = MappedRegion::new(&guest, &kernel).unwrap();
-        let sites = kernel.pads(guest.ram()).unwrap().sites;
-        let sites = FUNCTIONS.map(|index| {
-            let pad = guest.functions[index].pad;
-            sites.iter().find(|site| site.at == pad).unwrap().clone()
-        });
-        Self { guest, kernel, region, sites: sites.into() }
-    }
-
-    fn hooks(&self) -> Hooks<'_> {
-        Hooks::new(&self.guest, &self.kernel, &self.region)
-    }
-
-    fn pads(&self) -> Vec<PadBytes> {
-        self.sites.iter().map(|site| PadBytes::new(&self.guest.peek(site.at, 5))).collect()
-    }
-
-    fn originals(&self) -> Vec<PadBytes> {
-        self.sites.iter().map(|site| site.original).collect()
-    }
-
     /// Where each function's pad jumps to, as far as it does.
     fn jumps(&self) -> Vec<Option<Gva>> {
         let jump = |(site, bytes): (&Site, PadBytes)| match X86_64.pad_state(site.at, &bytes, None)
