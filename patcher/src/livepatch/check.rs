@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::options::Map;
+use super::options::{Map, other_release};
 use super::payload::{Home, Payload};
 use super::resolve::{Resolved, Target};
 use super::{LinkError, ResolveErrors};
@@ -173,7 +173,7 @@ impl Payload {
             dropped: self.dropped().to_vec(),
             releases: said.releases.iter().map(|glob| glob.pattern().to_owned()).collect(),
             build_ids: said.build_ids.clone(),
-            consistent: said.consistent || resolved.replacements().len() > 1,
+            consistent: resolved.is_consistent(),
         })
     }
 
@@ -185,14 +185,10 @@ impl Payload {
     ) -> Result<(), CheckError> {
         let said = self.options();
         let release = kernel.release();
-        let refuse = |wanted: String| CheckError::Release { wanted, found: release.to_owned() };
-        if let Some(glob) = options.release.as_ref().filter(|glob| !glob.matches(release)) {
-            return Err(refuse(glob.pattern().to_owned()));
-        }
-        let releases = &said.releases;
-        if !releases.is_empty() && !releases.iter().any(|glob| glob.matches(release)) {
-            let wanted: Vec<_> = releases.iter().map(|glob| glob.pattern().to_owned()).collect();
-            return Err(refuse(wanted.join(" or ")));
+        for releases in [options.release.as_slice(), &said.releases] {
+            if let Some(wanted) = other_release(releases, release) {
+                return Err(CheckError::Release { wanted, found: release.to_owned() });
+            }
         }
         let refuse = |wanted: String| CheckError::BuildId {
             wanted,

@@ -57,6 +57,15 @@ pub struct PayloadOptions {
     pub consistent: bool,
 }
 
+/// The releases that are wanted, if there are any and the one that was `found` is none of them.
+pub(super) fn other_release(wanted: &[Glob], found: &str) -> Option<String> {
+    if wanted.is_empty() || wanted.iter().any(|release| release.matches(found)) {
+        return None;
+    }
+    let patterns: Vec<&str> = wanted.iter().map(Glob::pattern).collect();
+    Some(patterns.join(" or "))
+}
+
 /// What a payload says about itself, or a map, can't be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

@@ -116,6 +116,13 @@ impl Resolved {
         &self.remarks
     }
 
+    /// Whether nobody may stand in a replaced function as the payload is applied: it says so, or it
+    /// replaces several.
+    #[must_use]
+    pub fn is_consistent(&self) -> bool {
+        self.object.options.consistent || self.replacements.len() > 1
+    }
+
     /// The functions that are replaced.
     #[must_use]
     pub fn replacements(&self) -> &[Replacement] {

@@ -143,12 +143,6 @@ impl<'k> StackCheck<'k> {
         Self { kernel, layout, watched: WatchedCode::new(watched) }
     }
 
-    /// Where this kernel has its tasks: for the next check.
-    #[must_use]
-    pub fn layout(&self) -> &TaskLayout {
-        &self.layout
-    }
-
     /// Who stands in the watched code of the guest that `stopped` holds, which has that many vCPUs: each
     /// task once a function.
     ///

@@ -2,7 +2,7 @@
 
 /// Enough of a file to hold the setup header of a bzImage, and the magic numbers of what else it may be:
 /// the furthest is that of s390 kernels.
-pub(crate) const HEAD: usize = 0x1_0010;
+pub(super) const HEAD: usize = 0x1_0010;
 
 /// What a file is that is no bzImage.
 pub(crate) enum Identity {

@@ -28,7 +28,8 @@ mod tests;
 mod unpack;
 
 use elf::Vmlinux;
-pub(crate) use identity::{HEAD, Identity, identify};
+use identity::HEAD;
+pub(crate) use identity::{Identity, identify};
 pub use unpack::{MAX_UNPACKED, Packing, UnpackError};
 
 /// The largest file read, in bytes; distribution kernels have up to 65 MiB.
@@ -116,6 +117,40 @@ pub enum FormatError {
     Kernel(#[from] OfflineError),
 }
 
+/// A kernel's file could not be begun to be read.
+pub(crate) enum NotBegun {
+    /// There is none.
+    Missing,
+    /// It can't be read.
+    Unreadable(io::Error),
+    /// It is not what has contents of its own, but this.
+    NoFile(&'static str),
+}
+
+impl From<io::Error> for NotBegun {
+    fn from(error: io::Error) -> Self {
+        Self::Unreadable(error)
+    }
+}
+
+/// Opens the file at `path` and reads its first [`HEAD`] bytes; gives it with how long it is.
+pub(crate) fn begin(path: &Path) -> Result<(File, u64, Vec<u8>), NotBegun> {
+    let mut file = File::open(path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => NotBegun::Missing,
+        _ => NotBegun::Unreadable(error),
+    })?;
+    let metadata = file.metadata()?;
+    if metadata.is_dir() {
+        return Err(NotBegun::NoFile("a directory"));
+    }
+    if !metadata.is_file() {
+        return Err(NotBegun::NoFile("a device or pipe"));
+    }
+    let mut head = Vec::with_capacity(HEAD);
+    (&mut file).take(HEAD as u64).read_to_end(&mut head)?;
+    Ok((file, metadata.len(), head))
+}
+
 /// The kernel in the file at `path`.
 ///
 /// # Errors
@@ -123,25 +158,14 @@ pub enum FormatError {
 pub fn open(path: &Path) -> Result<OfflineKernel, KernelFileError> {
     let unreadable = |source| KernelFileError::Unreadable { path: path.to_owned(), source };
     let format = |source| KernelFileError::Format { path: path.to_owned(), source };
-    let mut file = File::open(path).map_err(|source| match source.kind() {
-        io::ErrorKind::NotFound => KernelFileError::Missing { path: path.to_owned() },
-        _ => unreadable(source),
+    let (file, len, mut bytes) = begin(path).map_err(|error| match error {
+        NotBegun::Missing => KernelFileError::Missing { path: path.to_owned() },
+        NotBegun::Unreadable(source) => unreadable(source),
+        NotBegun::NoFile(found) => format(FormatError::NotAKernel { found }),
     })?;
-    let metadata = file.metadata().map_err(unreadable)?;
-    if metadata.is_dir() {
-        return Err(format(FormatError::NotAKernel { found: "a directory" }));
-    }
-    if !metadata.is_file() {
-        return Err(format(FormatError::NotAKernel { found: "a device or pipe" }));
-    }
-    let mut bytes = Vec::with_capacity(HEAD);
-    (&mut file).take(HEAD as u64).read_to_end(&mut bytes).map_err(unreadable)?;
     // A vmlinux may have gigabytes of debug information behind what is loaded.
-    let wanted = if is_elf(&bytes) {
-        Vmlinux::parse(&bytes).map_err(format)?.loaded()
-    } else {
-        metadata.len()
-    };
+    let wanted =
+        if is_elf(&bytes) { Vmlinux::parse(&bytes).map_err(format)?.loaded() } else { len };
     if wanted > MAX_FILE {
         return Err(format(FormatError::TooLarge { len: wanted }));
     }

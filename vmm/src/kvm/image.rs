@@ -4,13 +4,13 @@
 //! (`Documentation/arch/x86/boot.rst`).
 
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io::{self, Seek};
 use std::path::{Path, PathBuf};
 
 use linux_loader::loader::bootparam::setup_header;
 
 use super::layout::PAGE;
-use crate::image::{HEAD, Identity, bzimage, identify};
+use crate::image::{Identity, NotBegun, begin, bzimage, identify};
 
 /// The first protocol that says whether there is a 64-bit entry point (Linux 3.8).
 const PROTOCOL_XLOADFLAGS: u16 = 0x20c;
@@ -91,19 +91,11 @@ impl Image {
         let unreadable = |source| ImageError::Unreadable { path: path.to_owned(), source };
         let not_a_kernel =
             |found: &str| ImageError::NotAKernel { path: path.to_owned(), found: found.into() };
-        let mut file = File::open(path).map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => ImageError::Missing { path: path.to_owned() },
-            _ => unreadable(source),
+        let (mut file, len, head) = begin(path).map_err(|error| match error {
+            NotBegun::Missing => ImageError::Missing { path: path.to_owned() },
+            NotBegun::Unreadable(source) => unreadable(source),
+            NotBegun::NoFile(found) => not_a_kernel(found),
         })?;
-        let metadata = file.metadata().map_err(unreadable)?;
-        if metadata.is_dir() {
-            return Err(not_a_kernel("a directory"));
-        }
-        if !metadata.is_file() {
-            return Err(not_a_kernel("a device or pipe"));
-        }
-        let mut head = Vec::with_capacity(HEAD);
-        (&mut file).take(HEAD as u64).read_to_end(&mut head).map_err(unreadable)?;
         file.rewind().map_err(unreadable)?;
 
         let Some(header) = bzimage::header(&head) else {
@@ -115,7 +107,7 @@ impl Image {
             });
         };
         let image = Self { file, header };
-        image.check(path, metadata.len())?;
+        image.check(path, len)?;
         Ok(image)
     }
 

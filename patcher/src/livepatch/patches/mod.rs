@@ -19,7 +19,7 @@ use std::time::{Duration, SystemTime};
 use crate::addr::Gva;
 use crate::hook::Hooks;
 use crate::kernel::TaskLayout;
-use crate::livepatch::{StackCheck, Stander, Watched};
+use crate::livepatch::{StackCheck, StackCheckError, Stander, Watched};
 use crate::machine::StopTimes;
 use crate::region::PayloadSizes;
 
@@ -318,8 +318,8 @@ impl<'m> Patches<'m> {
         let layout = match self.layout.clone() {
             Some(layout) => layout,
             None => {
-                let check = StackCheck::new(kernel, hooks.machine().ram(), Vec::new())?;
-                self.layout.insert(check.layout().clone()).clone()
+                let layout = kernel.task_layout(hooks.machine().ram());
+                self.layout.insert(layout.map_err(StackCheckError::from)?).clone()
             }
         };
         Ok(StackCheck::with_layout(kernel, layout, watched))

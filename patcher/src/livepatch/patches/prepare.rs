@@ -12,7 +12,8 @@ use crate::addr::{Gpa, Gva};
 use crate::hook::Hooks;
 use crate::journal::Journal;
 use crate::kernel::{Kernel, MappedRegion, Site};
-use crate::livepatch::{Linked, Map, Payload, Replacement, Resolved};
+use crate::livepatch::options::other_release;
+use crate::livepatch::{Linked, Map, Payload, Replacement};
 use crate::machine::TextWrite;
 use crate::region::Placement;
 use crate::trace::filter::Glob;
@@ -139,9 +140,7 @@ pub(super) fn prepare<'m>(
     });
     Ok(Pending {
         functions: functions.collect(),
-        is_consistent: options.consistent
-            || payload.options().consistent
-            || replaced_several(&resolved),
+        is_consistent: options.consistent || resolved.is_consistent(),
         replace: options.replace,
         max_stop: options.max_stop,
         text,
@@ -149,10 +148,6 @@ pub(super) fn prepare<'m>(
         prepared: SystemTime::now(),
         room,
     })
-}
-
-fn replaced_several(resolved: &Resolved) -> bool {
-    resolved.replacements().len() > 1
 }
 
 /// Writes the payload into its room, but for code that can be written only in a stop, which is given back
@@ -184,12 +179,8 @@ fn guard(hooks: &Hooks<'_>, payload: &Payload, options: &PatchOptions) -> Result
     let found = kernel.release();
     let for_payload = &payload.options().releases[..];
     for releases in [for_payload, options.release.as_slice()] {
-        if !releases.is_empty() && !releases.iter().any(|release| release.matches(found)) {
-            let patterns: Vec<&str> = releases.iter().map(Glob::pattern).collect();
-            return Err(PatchError::Release {
-                wanted: patterns.join(" or "),
-                found: found.to_owned(),
-            });
+        if let Some(wanted) = other_release(releases, found) {
+            return Err(PatchError::Release { wanted, found: found.to_owned() });
         }
     }
     let for_payload: Vec<String> =

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use clap::builder::NonEmptyStringValueParser;
 use humantime::parse_duration;
 use patcher::livepatch::Map;
 use vmm::control::Name;
 use vmm::control::protocol::{MAX_FILE_NAME, MAX_PAYLOAD, PatchRequest};
 
+use super::fit::Fit;
 use super::waiting::{Waiting, parse_timeout};
 use super::{EXIT_STATUS, text};
 use crate::cli::say;
@@ -25,10 +25,8 @@ pub struct Options {
     /// The payload: a relocatable object (.o) for the guest's architecture
     file: PathBuf,
 
-    /// The payload's function NEW replaces the kernel's OLD; of several functions named OLD the one
-    /// at POSITION, counted from 1 as in /proc/kallsyms. May be given several times
-    #[arg(long, value_name = "NEW=OLD[,POSITION]", value_parser = parse_map)]
-    map: Vec<Map>,
+    #[command(flatten)]
+    fit: Fit,
 
     /// Take the place of all patches that are applied: what the payload does not replace is put back
     #[arg(long)]
@@ -45,14 +43,6 @@ pub struct Options {
     /// The longest that the guest may stand; if it would be longer nothing is changed
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     max_stop: Option<Duration>,
-
-    /// Refuse unless the kernel has this release, as uname -r prints it; * and ? stand for whatever
-    #[arg(long, value_name = "RELEASE", value_parser = NonEmptyStringValueParser::new())]
-    release: Option<String>,
-
-    /// Refuse unless the kernel has this build-id, in hexadecimal digits
-    #[arg(long, value_name = "BUILD-ID", value_parser = parse_build_id)]
-    build_id: Option<String>,
 
     /// Print a JSON object
     #[arg(long)]
@@ -72,14 +62,6 @@ Examples:
   Replace cmdline_proc_show by the payload's function my_show:
     vmm patch guest1 apply fix.o --map my_show=cmdline_proc_show";
 
-/// A map, by its option.
-///
-/// # Errors
-/// It is none.
-pub fn parse_map(text: &str) -> Result<Map, String> {
-    Map::parse(text).map_err(|error| error.to_string())
-}
-
 /// A map as it is given.
 fn written(map: &Map) -> String {
     let Map { new, old, position } = map;
@@ -87,17 +69,6 @@ fn written(map: &Map) -> String {
         Some(position) => format!("{new}={old},{position}"),
         None => format!("{new}={old}"),
     }
-}
-
-/// A build-id, by its option.
-///
-/// # Errors
-/// It is none.
-pub fn parse_build_id(text: &str) -> Result<String, &'static str> {
-    let is_hexadecimal = text.len() >= 8 && text.bytes().all(|digit| digit.is_ascii_hexdigit());
-    is_hexadecimal
-        .then(|| text.to_ascii_lowercase())
-        .ok_or("8 or more hexadecimal digits are wanted")
 }
 
 /// Applies it.
@@ -110,13 +81,13 @@ pub fn run(name: &Name, options: &Options) -> Result<Status> {
     let request = PatchRequest {
         bytes: file.len(),
         file: file_name(&options.file),
-        maps: options.map.iter().map(written).collect(),
+        maps: options.fit.map.iter().map(written).collect(),
         replace: options.replace,
         consistent: options.consistent,
         timeout_ms: 0,
         max_stop_us: options.max_stop.map(micros),
-        release: options.release.clone(),
-        build_id: options.build_id.clone(),
+        release: options.fit.release.clone(),
+        build_id: options.fit.build_id.clone(),
     };
     let mut waiting = Waiting::new(options.timeout)?;
     let patched = waiting.until_done(name, |client, left, stop, tell| {
@@ -170,19 +141,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_build_id_is_hexadecimal_and_written_in_small_letters() {
-        assert_eq!(parse_build_id("DEADbeef01"), Ok("deadbeef01".to_owned()));
-        for wrong in ["", "beef", "0x12345678", "not a build-id"] {
-            assert!(parse_build_id(wrong).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
     fn maps_are_sent_as_they_are_given() {
         for text in ["new=old", "new=old,2"] {
-            assert_eq!(written(&parse_map(text).unwrap()), text);
+            assert_eq!(written(&Map::parse(text).unwrap()), text);
         }
-        assert!(parse_map("old").unwrap_err().contains("NEW=OLD"));
+        assert!(Map::parse("old").unwrap_err().to_string().contains("NEW=OLD"));
     }
 
     #[test]

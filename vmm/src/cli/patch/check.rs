@@ -7,13 +7,13 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use clap::builder::NonEmptyStringValueParser;
-use patcher::livepatch::{CheckOptions, CheckReport, Map, Payload};
+use patcher::livepatch::{CheckOptions, CheckReport, Payload};
 use patcher::trace::filter::Glob;
 use serde::Serialize;
 use vmm::image;
 
-use super::apply::{parse_build_id, parse_map, read};
+use super::apply::read;
+use super::fit::Fit;
 use crate::cli::report::counted;
 use crate::cli::status::Status;
 
@@ -28,17 +28,8 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     kernel: PathBuf,
 
-    /// The payload's function NEW replaces the kernel's OLD, as for vmm patch NAME apply
-    #[arg(long, value_name = "NEW=OLD[,POSITION]", value_parser = parse_map)]
-    map: Vec<Map>,
-
-    /// Refuse unless the kernel has this release, as uname -r prints it; * and ? stand for whatever
-    #[arg(long, value_name = "RELEASE", value_parser = NonEmptyStringValueParser::new())]
-    release: Option<String>,
-
-    /// Refuse unless the kernel has this build-id, in hexadecimal digits
-    #[arg(long, value_name = "BUILD-ID", value_parser = parse_build_id)]
-    build_id: Option<String>,
+    #[command(flatten)]
+    fit: Fit,
 
     /// Print a JSON object
     #[arg(long)]
@@ -67,9 +58,9 @@ pub fn run(options: &Options) -> Result<Status> {
     let name = options.file.display();
     let payload = Payload::parse(&bytes).with_context(|| format!("{name} can't be applied"))?;
     let wanted = CheckOptions {
-        maps: options.map.clone(),
-        release: options.release.as_deref().map(Glob::new),
-        build_id: options.build_id.as_deref().map(Arc::from),
+        maps: options.fit.map.clone(),
+        release: options.fit.release.as_deref().map(Glob::new),
+        build_id: options.fit.build_id.as_deref().map(Arc::from),
     };
     let report = payload.check(&kernel, &wanted);
     let report = report.with_context(|| format!("{name} can't be applied"))?;

@@ -8,6 +8,7 @@ use super::status::Status;
 
 mod apply;
 mod check;
+mod fit;
 mod list;
 mod revert;
 pub mod text;

@@ -198,9 +198,11 @@ impl<'m> Patching<'m> {
         match self.patches.attempt(hooks, *pending) {
             Ok(Attempt::Applied(applied)) => {
                 self.files.push((applied.id, file));
-                self.forget_old_files(hooks);
-                let info = self.patches.list(hooks).into_iter().find(|info| info.id == applied.id);
-                let mut patch = info.map(|info| self.describe(&info))?;
+                let listed = self.patches.list(hooks);
+                // What is not remembered any more needs no name.
+                self.files.retain(|(id, _)| listed.iter().any(|info| info.id == *id));
+                let info = listed.iter().find(|info| info.id == applied.id)?;
+                let mut patch = self.describe(info);
                 patch.functions.truncate(MAX_FUNCTIONS);
                 answer.give(Ok(Patched {
                     patch,
@@ -287,11 +289,6 @@ impl<'m> Patching<'m> {
 
     fn file(&self, id: PatchId) -> &str {
         self.files.iter().find(|(known, _)| *known == id).map_or("", |(_, file)| file)
-    }
-
-    fn forget_old_files(&mut self, hooks: &Hooks<'m>) {
-        let listed = self.patches.list(hooks);
-        self.files.retain(|(id, _)| listed.iter().any(|info| info.id == *id));
     }
 
     /// Takes everything back, as the kernel is gone or is to be left, and says so. Whoever is inside is
