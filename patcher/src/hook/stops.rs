@@ -45,7 +45,7 @@ pub(super) fn apply(
     foreign: Foreign,
     witness: &mut dyn Witness,
 ) -> Result<Changed, Failure> {
-    let prepared = patchset.prepare();
+    let prepared = patchset.prepare(machine.ram());
     let gone = || Changed { gone: true, ..Changed::default() };
     let mut tries = 0;
     loop {
@@ -115,7 +115,7 @@ fn in_stop(
     times: &mut (Duration, Duration),
 ) -> Result<Applied, Failure> {
     let begin = Instant::now();
-    let verified = prepared.verify_but_for(foreign, machine.ram(), stopped, machine.vcpus());
+    let verified = prepared.verify_but_for(foreign, stopped, machine.vcpus());
     times.0 = begin.elapsed();
     let mut verified = verified?;
     witness.before(verified.stopped(), since)?;
@@ -153,7 +153,7 @@ pub(super) fn release(
     sites: Vec<Ours<'_>>,
     witness: &mut dyn Witness,
 ) -> (Option<Released>, Result<(), ReleaseError>) {
-    let mut revert = Revert::new(sites);
+    let mut revert = Revert::new(machine.ram(), sites);
     let mut released: Option<Released> = None;
     let mut tries = 0;
     loop {
@@ -172,7 +172,7 @@ pub(super) fn release(
         };
         let now = released.get_or_insert_default();
         if is_current(machine, kernel, &mut *stopped) {
-            now.reverted = revert.run(machine.ram(), &mut *stopped);
+            now.reverted = revert.run(&mut *stopped);
         } else {
             now.gone = true;
         }
