@@ -80,9 +80,10 @@ pub struct Changed {
     /// Whether the guest has ended or runs another kernel: then nothing was written, and nothing of what
     /// was in force is.
     pub gone: bool,
-    /// The stops that it took; none if there was nothing to write.
+    /// The stops that it took, also those that had to be tried again; none if there was nothing to write.
     pub stops: Vec<StopTimes>,
-    /// The part of [`StopTimes::held`] of the last one that comparing took.
+    /// The part of [`StopTimes::held`] of the last one that comparing took, from when the guest stood:
+    /// also whether it still runs the same kernel.
     pub verify: Duration,
     /// The part of it that writing and reading back took, with what the witness did.
     pub write: Duration,

@@ -48,6 +48,7 @@ pub(super) fn apply(
     let prepared = patchset.prepare(machine.ram());
     let gone = || Changed { gone: true, ..Changed::default() };
     let mut tries = 0;
+    let mut stops = Vec::new();
     loop {
         tries += 1;
         let since = Instant::now();
@@ -60,6 +61,7 @@ pub(super) fn apply(
             }
             Err(error) => return Err(error.into()),
         };
+        let still = Instant::now();
         if !is_current(machine, kernel, &mut *stopped) {
             witness.after();
             drop(stopped);
@@ -68,9 +70,9 @@ pub(super) fn apply(
                 Foreign::Refuse => Err(HookError::OtherKernel.into()),
             };
         }
-        let mut times = (Duration::ZERO, Duration::ZERO);
-        let result =
-            in_stop(machine, &prepared, foreign, (&mut *stopped, since), witness, &mut times);
+        let mut at = Marks { since, still, verified: still };
+        let result = in_stop(machine, &prepared, foreign, &mut *stopped, witness, &mut at);
+        let written = Instant::now();
         witness.after();
         // A guest that ended meanwhile is told of by whoever waits for it.
         let stop = match stopped.resume() {
@@ -82,6 +84,7 @@ pub(super) fn apply(
                 return Err(Failure { error: HookError::Undone(error), torn });
             }
         };
+        stops.push(stop);
         match result {
             Ok(applied) => {
                 return Ok(Changed {
@@ -89,9 +92,9 @@ pub(super) fn apply(
                     already: applied.already(),
                     foreign: applied.foreign().to_vec(),
                     gone: false,
-                    stops: vec![stop],
-                    verify: times.0,
-                    write: times.1,
+                    stops,
+                    verify: at.verified - at.still,
+                    write: written - at.verified,
                 });
             }
             Err(Failure { error: HookError::Verify(VerifyError::VcpuInside { .. }), .. })
@@ -104,24 +107,29 @@ pub(super) fn apply(
     }
 }
 
-/// What is done while the guest stands, since `since`; how long comparing and the rest took goes into
-/// `times`.
+/// Moments of a stop that its measure is made of.
+struct Marks {
+    /// The guest was asked to stop.
+    since: Instant,
+    /// It stood.
+    still: Instant,
+    /// Every site was found to be as expected; until then the same as `still`.
+    verified: Instant,
+}
+
+/// What is done while the guest stands.
 fn in_stop(
     machine: &dyn Machine,
     prepared: &Prepared<'_>,
     foreign: Foreign,
-    (stopped, since): (&mut dyn Stopped, Instant),
+    stopped: &mut dyn Stopped,
     witness: &mut dyn Witness,
-    times: &mut (Duration, Duration),
+    at: &mut Marks,
 ) -> Result<Applied, Failure> {
-    let begin = Instant::now();
-    let verified = prepared.verify_but_for(foreign, stopped, machine.vcpus());
-    times.0 = begin.elapsed();
-    let mut verified = verified?;
-    witness.before(verified.stopped(), since)?;
-    let result = verified.apply();
-    times.1 = begin.elapsed() - times.0;
-    Ok(result?)
+    let mut verified = prepared.verify_but_for(foreign, stopped, machine.vcpus())?;
+    at.verified = Instant::now();
+    witness.before(verified.stopped(), at.since)?;
+    Ok(verified.apply()?)
 }
 
 /// Nobody is told of what was applied, so it must not be: gives the sites where it may be all the same.
