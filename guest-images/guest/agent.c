@@ -16,13 +16,14 @@
  *   S  a signal for it: number (1 byte)         d  a piece of a file
  *   G  send a file: path                        f  end of the file: errno (4 bytes)
  *
- * The agent ends when the host closes the port.
+ * The agent ends when the host closes the port. It and what it runs stay off the first processor.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pty.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -300,6 +301,19 @@ static void take_frame(void)
 	free(payload);
 }
 
+/* Of several processors, the first is for the kernel alone: src/lab/mod.rs says why. */
+static void leave_first_processor(void)
+{
+	cpu_set_t processors;
+	if (sched_getaffinity(0, sizeof processors, &processors))
+		die("sched_getaffinity");
+	if (CPU_COUNT(&processors) == 1)
+		return;
+	CPU_CLR(0, &processors);
+	if (sched_setaffinity(0, sizeof processors, &processors))
+		die("sched_setaffinity");
+}
+
 static void note_child(int number)
 {
 	(void)number;
@@ -314,6 +328,7 @@ int main(int count, char **words)
 	port = open(words[1], O_RDWR | O_CLOEXEC);
 	if (port < 0)
 		die(words[1]);
+	leave_first_processor();
 	signal(SIGPIPE, SIG_IGN);
 	/* A child's end is noticed nowhere but in ppoll, so that it can't be missed between two. */
 	sigset_t child, none;

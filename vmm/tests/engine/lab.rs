@@ -1,9 +1,6 @@
 //! This test program itself in the nested lab, with stock kernels.
 //!
-//! The bare guests of the other tests do not run there: under QEMU 10.0.2, which emulates AMD-V with a
-//! thread for each processor, those of two vCPUs now and then end in a triple fault (half of the runs
-//! of one test on an idle machine; none with one thread for all, which takes too long for a test).
-//! Why is not known. Stock kernels, which handle faults, show nothing of it.
+//! The bare guests of the other tests need no lab: the host's own KVM runs them.
 
 use std::time::Duration;
 
