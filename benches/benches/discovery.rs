@@ -49,7 +49,7 @@ fn discovery(criterion: &mut Criterion) {
     group.bench_function("plan all pads", |bencher| {
         bencher.iter(|| {
             let patchset = plan();
-            black_box(patchset.prepare());
+            black_box(patchset.prepare(&guest.ram));
         });
     });
 
@@ -57,11 +57,11 @@ fn discovery(criterion: &mut Criterion) {
     let patchset = plan();
     let mut stopped = Standstill(&guest);
     group.bench_function("in the stops: compare, write, read back, put back", |bencher| {
-        let prepared = patchset.prepare();
+        let prepared = patchset.prepare(&guest.ram);
         bencher.iter(|| {
-            let verified = prepared.verify(&guest.ram, &mut stopped, 2).expect("as they were");
+            let verified = prepared.verify(&mut stopped, 2).expect("as they were");
             let applied = verified.apply().expect("they can be written");
-            let reverted = applied.prepare_revert().run(&guest.ram, &mut stopped);
+            let reverted = applied.prepare_revert(&guest.ram).run(&mut stopped);
             assert_eq!(reverted.restored, pads.sites.len());
         });
     });

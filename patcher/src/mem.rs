@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, VolatileMemory,
+    VolatileSlice,
 };
 
 use crate::addr::Gpa;
@@ -18,6 +19,12 @@ pub trait PhysMem: Send + Sync {
     /// # Errors
     /// [`MemError::NotRam`] if any of the bytes is not guest RAM; `buf` is then unspecified.
     fn read(&self, at: Gpa, buf: &mut [u8]) -> Result<(), MemError>;
+
+    /// This process's own mapping of the `len` bytes at `at`, if they are RAM and the engine has them in
+    /// one piece: for what is read in a hurry.
+    fn mapped(&self, _at: Gpa, _len: usize) -> Option<VolatileSlice<'_>> {
+        None
+    }
 
     /// The guest-physical extents that are RAM, ascending and disjoint. The region that the
     /// hypervisor provides is not among them.
@@ -85,15 +92,17 @@ impl dyn PhysMem + '_ {
 impl PhysMem for GuestMemoryMmap<()> {
     fn read(&self, at: Gpa, buf: &mut [u8]) -> Result<(), MemError> {
         let len = buf.len();
-        // Within one region, which all but a few reads are, there is no need to look for more: this
-        // is what a stop with every function in it spends its time on.
-        if let Some((region, offset)) = self.to_region_addr(GuestAddress::from(at))
-            && let Ok(slice) = region.get_slice(offset, len)
-        {
+        // Within one region, which all but a few reads are, there is no need to look for more.
+        if let Some(slice) = self.mapped(at, len) {
             slice.copy_to(buf);
             return Ok(());
         }
         self.read_slice(buf, GuestAddress::from(at)).map_err(|_| MemError::NotRam { at, len })
+    }
+
+    fn mapped(&self, at: Gpa, len: usize) -> Option<VolatileSlice<'_>> {
+        let (region, offset) = self.to_region_addr(GuestAddress::from(at))?;
+        region.get_slice(offset, len).ok()
     }
 
     fn extents(&self) -> Vec<Range<Gpa>> {

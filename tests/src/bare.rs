@@ -302,15 +302,13 @@ impl<'m> Driver<'m> {
     #[must_use]
     pub fn arm(&self, sites: Vec<Site>) -> Applied {
         let patchset = Patchset::plan(sites).unwrap();
-        let prepared = patchset.prepare();
-        self.stopped(|stopped| {
-            prepared.verify(self.machine.ram(), stopped, CPUS).unwrap().apply().unwrap()
-        })
+        let prepared = patchset.prepare(self.machine.ram());
+        self.stopped(|stopped| prepared.verify(stopped, CPUS).unwrap().apply().unwrap())
     }
 
     /// Puts sites back in one stop.
     pub fn disarm(&self, applied: &Applied) -> Reverted {
-        self.stopped(|stopped| applied.prepare_revert().run(self.machine.ram(), stopped))
+        self.stopped(|stopped| applied.prepare_revert(self.machine.ram()).run(stopped))
     }
 
     /// Writes text in a stop of its own.

@@ -331,10 +331,8 @@ fn what_is_not_known_is_refused_and_nothing_is_written(driver: &mut Driver<'_>, 
 /// Why sites can't be armed.
 fn refused(driver: &Driver<'_>, sites: Vec<patcher::patch::Site>) -> VerifyError {
     let patchset = Patchset::plan(sites).unwrap();
-    let prepared = patchset.prepare();
-    driver.stopped(|stopped| {
-        prepared.verify(driver.machine.ram(), stopped, CPUS).map(drop).unwrap_err()
-    })
+    let prepared = patchset.prepare(driver.machine.ram());
+    driver.stopped(|stopped| prepared.verify(stopped, CPUS).map(drop).unwrap_err())
 }
 
 fn a_breakpoint_and_ours_both_work(driver: &mut Driver<'_>, name: &str, expected: &Expected) {
@@ -441,12 +439,12 @@ fn at_every_instruction(driver: &mut Driver<'_>, name: &str, change: Change) -> 
         let ram = driver.machine.ram();
         let arm = |stopped: &mut dyn Stopped| {
             let patchset = Patchset::plan(sites.clone()).unwrap();
-            patchset.prepare().verify(ram, stopped, CPUS).unwrap().apply().unwrap()
+            patchset.prepare(ram).verify(stopped, CPUS).unwrap().apply().unwrap()
         };
         let after = match &before {
             None => Some(arm(&mut *stopped)),
             Some(before) => {
-                let reverted = before.prepare_revert().run(ram, &mut *stopped);
+                let reverted = before.prepare_revert(ram).run(&mut *stopped);
                 assert_eq!(reverted, Reverted { restored: 1, ..Reverted::default() });
                 (change == Change::DisarmAndArm).then(|| arm(&mut *stopped))
             }

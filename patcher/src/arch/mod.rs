@@ -432,6 +432,25 @@ impl PadBytes {
         // At most MAX_PAD, or the line above would have panicked.
         Self { len: bytes.len() as u8, bytes: held }
     }
+
+    /// Holds the first `len` bytes, at most [`MAX_PAD`], of a little-endian word.
+    #[must_use]
+    pub(crate) fn of_word(word: u64, len: usize) -> Self {
+        let len = len.min(MAX_PAD);
+        Self { len: len as u8, bytes: (word & Self::mask(len)).to_le_bytes() }
+    }
+
+    /// The bytes as a little-endian word, with zeros behind them.
+    #[must_use]
+    pub(crate) fn word(&self) -> u64 {
+        u64::from_le_bytes(self.bytes) & Self::mask(self.len.into())
+    }
+
+    /// What leaves the first `len` bytes of a little-endian word, at most [`MAX_PAD`].
+    #[must_use]
+    pub(crate) fn mask(len: usize) -> u64 {
+        u64::MAX.checked_shr(64 - 8 * len.min(MAX_PAD) as u32).unwrap_or(0)
+    }
 }
 
 impl Deref for PadBytes {

@@ -45,7 +45,7 @@ pub(super) fn apply(
     foreign: Foreign,
     witness: &mut dyn Witness,
 ) -> Result<Changed, Failure> {
-    let prepared = patchset.prepare();
+    let prepared = patchset.prepare(machine.ram());
     let gone = || Changed { gone: true, ..Changed::default() };
     let mut tries = 0;
     let mut stops = Vec::new();
@@ -126,7 +126,7 @@ fn in_stop(
     witness: &mut dyn Witness,
     at: &mut Marks,
 ) -> Result<Applied, Failure> {
-    let mut verified = prepared.verify_but_for(foreign, machine.ram(), stopped, machine.vcpus())?;
+    let mut verified = prepared.verify_but_for(foreign, stopped, machine.vcpus())?;
     at.verified = Instant::now();
     witness.before(verified.stopped(), at.since)?;
     Ok(verified.apply()?)
@@ -161,7 +161,7 @@ pub(super) fn release(
     sites: Vec<Ours<'_>>,
     witness: &mut dyn Witness,
 ) -> (Option<Released>, Result<(), ReleaseError>) {
-    let mut revert = Revert::new(sites);
+    let mut revert = Revert::new(machine.ram(), sites);
     let mut released: Option<Released> = None;
     let mut tries = 0;
     loop {
@@ -180,7 +180,7 @@ pub(super) fn release(
         };
         let now = released.get_or_insert_default();
         if is_current(machine, kernel, &mut *stopped) {
-            now.reverted = revert.run(machine.ram(), &mut *stopped);
+            now.reverted = revert.run(&mut *stopped);
         } else {
             now.gone = true;
         }

@@ -294,7 +294,7 @@ fn restore(place: &Place, file: &File) {
     let journal = Journal::open(&file.0).unwrap();
     let Some(left) = LeftBehind::new(&journal).unwrap() else { return };
     let mut stopped = place.guest.stop().unwrap();
-    let reverted = left.prepare_revert().run(place.guest.ram(), &mut *stopped);
+    let reverted = left.prepare_revert(place.guest.ram()).run(&mut *stopped);
     assert_eq!((reverted.foreign.len(), reverted.failed.len()), (0, 0));
 }
 

@@ -1,8 +1,10 @@
 //! The way in: verify, write, read back, or put back.
 
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use super::revert::write_out;
+use super::text::{Found, Text};
 use super::{Applied, Left, Patchset, Site};
 use crate::addr::Gva;
 use crate::arch::PadBytes;
@@ -85,6 +87,20 @@ pub enum ApplyError {
     },
 }
 
+/// Sites that are written before they are read back: as many as stay in a processor's nearer caches.
+const PIECE: usize = 1024;
+
+impl VerifyError {
+    /// What it means that a site does not hold what is expected.
+    fn of(site: &Site, found: Found) -> Self {
+        let (function, at) = (Arc::clone(&site.function), site.at);
+        match found.bytes(&site.original, &site.replacement) {
+            Ok(found) => Self::Mismatch { function, at, found, expected: site.original },
+            Err(source) => Self::Unreadable { function, at, source },
+        }
+    }
+}
+
 fn writes<'a>(sites: &'a [Site], bytes: impl Fn(&'a Site) -> &'a PadBytes) -> Vec<TextWrite<'a>> {
     sites.iter().map(|site| TextWrite { at: site.gpa, bytes: bytes(site) }).collect()
 }
@@ -93,6 +109,7 @@ fn writes<'a>(sites: &'a [Site], bytes: impl Fn(&'a Site) -> &'a PadBytes) -> Ve
 #[derive(Debug)]
 pub struct Prepared<'p> {
     patchset: &'p Patchset,
+    text: Text<'p>,
     by_address: Vec<&'p Site>,
     replacements: Vec<TextWrite<'p>>,
     originals: Vec<TextWrite<'p>>,
@@ -108,12 +125,16 @@ pub enum Foreign {
 }
 
 impl<'p> Prepared<'p> {
-    pub(super) fn new(patchset: &'p Patchset) -> Self {
+    pub(super) fn new(patchset: &'p Patchset, ram: &'p dyn PhysMem) -> Self {
         let sites = &patchset.sites;
         let mut by_address: Vec<&Site> = sites.iter().collect();
         by_address.sort_unstable_by_key(|site| site.at);
         Self {
             patchset,
+            text: Text::new(
+                ram,
+                sites.iter().map(|site| (site.gpa, &site.original, &site.replacement)),
+            ),
             by_address,
             replacements: writes(sites, |site| &site.replacement),
             originals: writes(sites, |site| &site.original),
@@ -128,11 +149,10 @@ impl<'p> Prepared<'p> {
     /// [`VerifyError`]; nothing has been written.
     pub fn verify<'s>(
         &'s self,
-        ram: &'s dyn PhysMem,
         stopped: &'s mut dyn Stopped,
         vcpus: usize,
     ) -> Result<Verified<'s>, VerifyError> {
-        self.verify_but_for(Foreign::Refuse, ram, stopped, vcpus)
+        self.verify_but_for(Foreign::Refuse, stopped, vcpus)
     }
 
     /// The same, but for sites that hold something else.
@@ -142,26 +162,26 @@ impl<'p> Prepared<'p> {
     pub fn verify_but_for<'s>(
         &'s self,
         foreign: Foreign,
-        ram: &'s dyn PhysMem,
         stopped: &'s mut dyn Stopped,
         vcpus: usize,
     ) -> Result<Verified<'s>, VerifyError> {
         let (mut already, mut left) = (Vec::new(), Vec::new());
-        for (index, site) in self.patchset.sites.iter().enumerate() {
-            let found = read_site(ram, site)?;
-            if found == site.replacement {
-                already.push(index);
-            } else if found != site.original {
-                if foreign == Foreign::Refuse {
-                    return Err(VerifyError::Mismatch {
-                        function: Arc::clone(&site.function),
-                        at: site.at,
-                        found,
-                        expected: site.original,
-                    });
+        let sites = &self.patchset.sites;
+        let mut refused = None;
+        self.text.look(0..sites.len(), |index, found| {
+            match found {
+                Found::Before => {}
+                Found::After => already.push(index),
+                Found::Other(found) if foreign == Foreign::Leave => left.push((index, found)),
+                found => {
+                    refused = Some((index, found));
+                    return ControlFlow::Break(());
                 }
-                left.push((index, found));
             }
+            ControlFlow::Continue(())
+        });
+        if let Some((index, found)) = refused {
+            return Err(VerifyError::of(&sites[index], found));
         }
         for vcpu in 0..vcpus {
             let registers = stopped.registers(vcpu).map_err(|error: StopError| {
@@ -175,7 +195,26 @@ impl<'p> Prepared<'p> {
                 });
             }
         }
-        Ok(Verified { prepared: self, already, left, ram, stopped })
+        Ok(Verified { prepared: self, already, left, stopped })
+    }
+
+    /// Writes sites and reads them back; tells which failed and why.
+    fn write(&self, stopped: &mut dyn Stopped, sites: Range<usize>) -> Option<(usize, String)> {
+        if let Err(error) = stopped.write_text(&self.replacements[sites.clone()]) {
+            return Some((sites.start + error.index, error.reason));
+        }
+        let mut failed = None;
+        self.text.look(sites, |index, found| {
+            let reason = match found {
+                Found::After => return ControlFlow::Continue(()),
+                Found::Before => "it reads back as it was before".to_owned(),
+                Found::Other(found) => format!("it reads back as [{found}]"),
+                Found::Unreadable(error) => format!("it can't be read back: {error}"),
+            };
+            failed = Some((index, reason));
+            ControlFlow::Break(())
+        });
+        failed
     }
 
     /// The site that `pc` lies strictly inside of.
@@ -186,18 +225,6 @@ impl<'p> Prepared<'p> {
     }
 }
 
-fn read_site(ram: &dyn PhysMem, site: &Site) -> Result<PadBytes, VerifyError> {
-    let mut found = site.original;
-    match ram.read(site.gpa, &mut found) {
-        Ok(()) => Ok(found),
-        Err(source) => Err(VerifyError::Unreadable {
-            function: Arc::clone(&site.function),
-            at: site.at,
-            source,
-        }),
-    }
-}
-
 /// A patchset whose sites hold what is expected, in a guest that stands still.
 pub struct Verified<'s> {
     prepared: &'s Prepared<'s>,
@@ -205,7 +232,6 @@ pub struct Verified<'s> {
     already: Vec<usize>,
     /// Indices of the sites that are no longer ours, likewise, and what they hold.
     left: Vec<(usize, PadBytes)>,
-    ram: &'s dyn PhysMem,
     stopped: &'s mut dyn Stopped,
 }
 
@@ -220,7 +246,7 @@ impl Verified<'_> {
     /// # Errors
     /// [`ApplyError`]; with [`ApplyError::RolledBack`] the guest's text is as it was.
     pub fn apply(self) -> Result<Applied, ApplyError> {
-        let Self { prepared, already, left, ram, stopped } = self;
+        let Self { prepared, already, left, stopped } = self;
         let (some, some_prepared);
         let whole = prepared.patchset;
         let (patchset, prepared) = if already.is_empty() && left.is_empty() {
@@ -231,7 +257,7 @@ impl Verified<'_> {
                 already.iter().copied().chain(left.iter().map(|(index, _)| *index)).collect();
             skipped.sort_unstable();
             some = whole.without(&skipped);
-            some_prepared = some.prepare();
+            some_prepared = some.prepare(prepared.text.ram());
             (&some, &some_prepared)
         };
         let left =
@@ -242,26 +268,23 @@ impl Verified<'_> {
         if sites.is_empty() {
             return Ok(applied);
         }
-        let failed = match stopped.write_text(&prepared.replacements) {
-            Ok(()) => {
-                sites.iter().enumerate().find_map(|(index, site)| match read_site(ram, site) {
-                    Ok(found) if found == site.replacement => None,
-                    Ok(found) => Some((index, format!("it reads back as [{found}]"))),
-                    Err(error) => Some((index, error.to_string())),
-                })
+        let mut failed = None;
+        for first in (0..sites.len()).step_by(PIECE) {
+            failed = prepared.write(stopped, first..sites.len().min(first + PIECE));
+            if failed.is_some() {
+                break;
             }
-            Err(error) => Some((error.index, error.reason)),
-        };
+        }
         let Some((index, reason)) = failed else {
             return Ok(applied);
         };
         let function = Arc::clone(&sites[index.min(sites.len() - 1)].function);
         write_out(stopped, &prepared.originals);
-        let torn = |site: &Site| match read_site(ram, site).ok() {
-            Some(found) if found == site.original => None,
-            found => Some(Left::of(site, found)),
+        let torn = |(index, site): (usize, &Site)| match prepared.text.find(index) {
+            Found::Before => None,
+            found => Some(Left::of(site, found.bytes(&site.original, &site.replacement).ok())),
         };
-        let left: Vec<Left> = sites.iter().filter_map(torn).collect();
+        let left: Vec<Left> = sites.iter().enumerate().filter_map(torn).collect();
         Err(match left.is_empty() {
             true => ApplyError::RolledBack { function, reason },
             false => ApplyError::Torn { function, reason, left },

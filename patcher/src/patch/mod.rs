@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! Patchset::plan      sites in order, disjoint, within pages          outside the stop
-//! .prepare()          the list of writes, so that nothing is allocated
+//! .prepare()          where the sites are in our memory, the list of writes: nothing is looked up or allocated
 //! journal             in guests that outlive us: what is going to be written, on the disk
 //! machine.stop()
 //! .verify(stopped)    every site holds what is expected or already what is wanted, no vCPU stands
@@ -20,11 +20,13 @@ use std::sync::Arc;
 
 use crate::addr::{Gpa, Gva};
 use crate::arch::PadBytes;
+use crate::mem::PhysMem;
 
 mod apply;
 mod revert;
 #[cfg(test)]
 mod tests;
+mod text;
 
 pub use apply::{ApplyError, Foreign, Prepared, Verified, VerifyError};
 pub use revert::{Applied, Left, LeftBehind, Ours, Revert, Reverted};
@@ -120,9 +122,9 @@ impl Patchset {
         &self.sites
     }
 
-    /// Makes everything that is needed during the stop, outside of it.
+    /// Makes everything that is needed during the stop, outside of it, for the guest with that RAM.
     #[must_use]
-    pub fn prepare(&self) -> Prepared<'_> {
-        Prepared::new(self)
+    pub fn prepare<'p>(&'p self, ram: &'p dyn PhysMem) -> Prepared<'p> {
+        Prepared::new(self, ram)
     }
 }

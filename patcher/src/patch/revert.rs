@@ -1,8 +1,10 @@
 //! The way out: original bytes go back wherever ours are still there.
 
 use std::collections::BTreeSet;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use super::text::{Found, Text};
 use super::{Patchset, PlanError, Site};
 use crate::addr::{Gpa, Gva};
 use crate::arch::{MAX_PAD, PadBytes};
@@ -39,8 +41,8 @@ impl Applied {
 
     /// Makes everything that a revert needs during the stop, outside of it.
     #[must_use]
-    pub fn prepare_revert(&self) -> Revert<'_> {
-        Revert::new(self.sites().iter().map(Ours::from).collect())
+    pub fn prepare_revert<'p>(&'p self, ram: &'p dyn PhysMem) -> Revert<'p> {
+        Revert::new(ram, self.sites().iter().map(Ours::from).collect())
     }
 }
 
@@ -86,9 +88,9 @@ impl LeftBehind {
     /// Makes everything that a revert needs during the stop, outside of it. Only what holds our bytes
     /// is reverted.
     #[must_use]
-    pub fn prepare_revert(&self) -> Revert<'_> {
+    pub fn prepare_revert<'p>(&'p self, ram: &'p dyn PhysMem) -> Revert<'p> {
         let sites = self.sites().iter().zip(&self.forms);
-        Revert::new(sites.map(|(site, forms)| Ours { forms, ..Ours::from(site) }).collect())
+        Revert::new(ram, sites.map(|(site, forms)| Ours { forms, ..Ours::from(site) }).collect())
     }
 }
 
@@ -123,10 +125,9 @@ impl<'p> From<&'p Site> for Ours<'p> {
 }
 
 impl Ours<'_> {
-    fn read(&self, ram: &dyn PhysMem) -> Option<PadBytes> {
-        let mut found = *self.back;
-        ram.read(self.gpa, &mut found).ok()?;
-        Some(found)
+    /// The form of ours that it holds most likely.
+    fn form(&self) -> &PadBytes {
+        self.forms.first().unwrap_or(self.back)
     }
 
     fn left(&self, found: Option<PadBytes>) -> Left {
@@ -156,6 +157,7 @@ impl Left {
 #[derive(Debug)]
 pub struct Revert<'p> {
     sites: Vec<Ours<'p>>,
+    text: Text<'p>,
     /// Indices of the sites that are written in this run, and the writes.
     ours: Vec<usize>,
     writes: Vec<TextWrite<'p>>,
@@ -179,41 +181,54 @@ pub struct Reverted {
 impl<'p> Revert<'p> {
     /// Makes everything that is needed during the stop, outside of it.
     #[must_use]
-    pub fn new(sites: Vec<Ours<'p>>) -> Self {
+    pub fn new(ram: &'p dyn PhysMem, sites: Vec<Ours<'p>>) -> Self {
         let count = sites.len();
         let torn = sites.iter().enumerate().filter(|(_, site)| site.torn);
         Self {
             failed: torn.map(|(index, _)| index).collect(),
             ours: Vec::with_capacity(count),
             writes: Vec::with_capacity(count),
+            text: Text::new(ram, sites.iter().map(|site| (site.gpa, site.form(), site.back))),
             sites,
         }
     }
 
     /// Puts the original bytes back at every site that is still ours.
-    pub fn run(&mut self, ram: &dyn PhysMem, stopped: &mut dyn Stopped) -> Reverted {
+    pub fn run(&mut self, stopped: &mut dyn Stopped) -> Reverted {
         let mut reverted = Reverted::default();
+        let (sites, text) = (&self.sites, &self.text);
+        let left = |index: usize, found: Found| {
+            let site = &sites[index];
+            site.left(found.bytes(site.form(), site.back).ok())
+        };
         self.ours.clear();
         self.writes.clear();
-        for (index, site) in self.sites.iter().enumerate() {
-            let found = site.read(ram);
-            let is_ours = found.is_some_and(|found| site.forms.contains(&found));
-            if found == Some(*site.back) {
-                reverted.already += 1;
-            } else if is_ours || self.failed.contains(&index) {
+        text.look(0..sites.len(), |index, found| {
+            let site = &sites[index];
+            let is_ours = match &found {
+                Found::After => {
+                    reverted.already += 1;
+                    return ControlFlow::Continue(());
+                }
+                Found::Before => true,
+                Found::Other(found) => site.forms.contains(found),
+                Found::Unreadable(_) => false,
+            };
+            if is_ours || self.failed.contains(&index) {
                 self.ours.push(index);
                 self.writes.push(TextWrite { at: site.gpa, bytes: site.back });
             } else {
-                reverted.foreign.push(site.left(found));
+                reverted.foreign.push(left(index, found));
             }
-        }
+            ControlFlow::Continue(())
+        });
         write_out(stopped, &self.writes);
-        let holds_back = |site: &Ours<'_>| site.read(ram) == Some(*site.back);
-        self.failed =
-            (self.ours.iter().copied()).filter(|index| !holds_back(&self.sites[*index])).collect();
-        reverted.restored = self.ours.len() - self.failed.len();
-        let failed = self.failed.iter().map(|index| &self.sites[*index]);
-        reverted.failed = failed.map(|site| site.left(site.read(ram))).collect();
+        let ours = self.ours.iter().map(|index| (*index, text.find(*index)));
+        let failed = ours.filter(|(_, found)| *found != Found::After);
+        let failed: Vec<(usize, Found)> = failed.collect();
+        reverted.restored = self.ours.len() - failed.len();
+        self.failed = failed.iter().map(|(index, _)| *index).collect();
+        reverted.failed = failed.into_iter().map(|(index, found)| left(index, found)).collect();
         reverted
     }
 }

@@ -139,8 +139,8 @@ impl PhysMem for FaultyRam {
 }
 
 fn apply(guest: &mut Guest, ram: &dyn PhysMem, patchset: &Patchset) -> Result<Applied, String> {
-    let prepared = patchset.prepare();
-    let verified = prepared.verify(ram, guest, 2).map_err(|error| error.to_string())?;
+    let prepared = patchset.prepare(ram);
+    let verified = prepared.verify(guest, 2).map_err(|error| error.to_string())?;
     verified.apply().map_err(|error| error.to_string())
 }
 
@@ -154,10 +154,10 @@ fn a_patchset_is_applied_and_reverted_whole() {
     for index in 0..8 {
         assert_eq!(guest.text()[index * 0x40..][..5], CALL);
     }
-    let reverted = applied.prepare_revert().run(&ram, &mut guest);
+    let reverted = applied.prepare_revert(&ram).run(&mut guest);
     assert_eq!(reverted, Reverted { restored: 8, ..Default::default() });
     assert_eq!(guest.text(), before);
-    let again = applied.prepare_revert().run(&ram, &mut guest);
+    let again = applied.prepare_revert(&ram).run(&mut guest);
     assert_eq!(again, Reverted { already: 8, ..Default::default() });
 }
 
@@ -176,13 +176,13 @@ fn what_is_as_wanted_already_is_neither_written_nor_reverted() {
     guest.broken = Guest::sites().iter().map(|site| site.gpa).collect();
     let third = apply(&mut guest, &ram, &all).unwrap();
     assert_eq!((third.sites(), third.already()), (&[][..], 8));
-    assert_eq!(third.prepare_revert().run(&ram, &mut guest), Reverted::default());
+    assert_eq!(third.prepare_revert(&ram).run(&mut guest), Reverted::default());
     guest.broken.clear();
 
-    let reverted = second.prepare_revert().run(&ram, &mut guest);
+    let reverted = second.prepare_revert(&ram).run(&mut guest);
     assert_eq!(reverted, Reverted { restored: 5, ..Default::default() });
     assert_eq!(guest.text()[5 * 0x40..][..5], CALL);
-    first.prepare_revert().run(&ram, &mut guest);
+    first.prepare_revert(&ram).run(&mut guest);
     assert_eq!(guest.text(), Guest::new().text());
 }
 
@@ -277,7 +277,7 @@ fn whatever_write_of_a_revert_fails_once_the_originals_are_there() {
         let ram = guest.ram.clone();
         let applied = apply(&mut guest, &ram, &patchset).unwrap();
         guest.fault = Fault::at(nth);
-        let reverted = applied.prepare_revert().run(&ram, &mut guest);
+        let reverted = applied.prepare_revert(&ram).run(&mut guest);
         assert_eq!(reverted, Reverted { restored: 8, ..Default::default() }, "write {nth}");
         assert_eq!(guest.text(), original, "write {nth}");
         if guest.fault.never_struck() {
@@ -294,14 +294,14 @@ fn a_site_that_can_not_be_written_keeps_no_other_from_being_put_back() {
     let ram = guest.ram.clone();
     let applied = apply(&mut guest, &ram, &patchset).unwrap();
     guest.broken = vec![Gpa(TEXT + 2 * 0x40)];
-    let mut revert = applied.prepare_revert();
-    let first = revert.run(&ram, &mut guest);
+    let mut revert = applied.prepare_revert(&ram);
+    let first = revert.run(&mut guest);
     assert_eq!(first.restored, 7);
     let half = PadBytes::new(&[0xff, 0xff, 2, 3, 4]);
     assert_eq!(first.failed, [Left::of(&Guest::sites()[2], Some(half))]);
     // It is half-written now, and still known to be ours.
     guest.broken.clear();
-    let second = revert.run(&ram, &mut guest);
+    let second = revert.run(&mut guest);
     assert_eq!(second, Reverted { restored: 1, already: 7, ..Default::default() });
     assert_eq!(guest.text(), Guest::new().text());
 }
@@ -328,7 +328,7 @@ fn memory_that_the_guest_took_back_is_left_alone() {
     let applied = apply(&mut guest, &ram, &patchset).unwrap();
     let theirs = [0xcc; 5];
     guest.ram.write_slice(&theirs, GuestAddress(TEXT + 6 * 0x40)).unwrap();
-    let reverted = applied.prepare_revert().run(&ram, &mut guest);
+    let reverted = applied.prepare_revert(&ram).run(&mut guest);
     assert_eq!((reverted.restored, reverted.failed.len()), (7, 0));
     assert_eq!(reverted.foreign, [Left::of(&Guest::sites()[6], Some(PadBytes::new(&theirs)))]);
     assert_eq!(guest.text()[6 * 0x40..][..5], theirs);

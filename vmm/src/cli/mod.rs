@@ -9,6 +9,7 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 
 mod attach;
+mod bench;
 mod doctor;
 mod info;
 mod output;
@@ -45,6 +46,7 @@ enum Command {
     Pads(pads::Options),
     Trace(trace::Options),
     Patch(patch::Options),
+    Bench(bench::Options),
     Doctor(doctor::Options),
 }
 
@@ -67,6 +69,7 @@ pub fn main() -> ExitCode {
         Command::Pads(options) => pads::run(&options),
         Command::Trace(options) => trace::run(&options),
         Command::Patch(options) => patch::run(&options),
+        Command::Bench(options) => bench::run(&options),
         Command::Doctor(options) => doctor::run(&options),
     };
     result.unwrap_or_else(|error| fail(&error)).into()
@@ -109,7 +112,8 @@ fn fail(error: &anyhow::Error) -> Status {
         return Status::Success;
     }
     say(sentence(error));
-    if error.is::<run::Conflict>() { Status::Usage } else { Status::Failure }
+    let is_usage = error.is::<run::Conflict>() || error.is::<bench::Conflict>();
+    if is_usage { Status::Usage } else { Status::Failure }
 }
 
 /// Whether whoever read our output has what they wanted and left.

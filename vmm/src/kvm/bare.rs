@@ -4,7 +4,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use patcher::addr::Gpa;
+use patcher::addr::{Gpa, Gva};
 use vm_memory::{Bytes, GuestMemoryMmap};
 
 use super::layout::{self, BOOT_TABLES, BOOT_TABLES_END, HIGH_RAM, LARGE_PAGE, LOW_RAM_END};
@@ -27,7 +27,7 @@ const APICS: Range<Gpa> = Gpa(0xfec0_0000)..Gpa(0xff00_0000);
 ///
 /// Power and serial ports are as in every guest; what it writes to other ports can be seen.
 pub struct BareGuest {
-    entry: Gpa,
+    entry: Gva,
     memory: Vec<(Gpa, Vec<u8>)>,
     root: Option<Gpa>,
     all_at_once: bool,
@@ -39,7 +39,7 @@ impl BareGuest {
     #[must_use]
     pub fn new(code: &[u8]) -> Self {
         Self {
-            entry: HIGH_RAM,
+            entry: Gva(HIGH_RAM.0),
             memory: vec![(HIGH_RAM, code.to_vec())],
             root: None,
             all_at_once: true,
@@ -59,6 +59,13 @@ impl BareGuest {
     #[must_use]
     pub fn with_root(mut self, root: Gpa) -> Self {
         self.root = Some(root);
+        self
+    }
+
+    /// Begins at `entry`, as its page tables have it, and not with the first byte of its code.
+    #[must_use]
+    pub fn with_entry(mut self, entry: Gva) -> Self {
+        self.entry = entry;
         self
     }
 

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::time::Instant;
 
+use patcher::addr::Gpa;
 use patcher::machine::{
     Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
@@ -96,13 +97,12 @@ impl Stopped for Standstill<'_> {
     }
 
     fn write_text(&mut self, writes: &[TextWrite<'_>]) -> Result<(), TextWriteError> {
-        let memory = &self.vm.shared.memory;
-        for (index, &TextWrite { at, bytes }) in writes.iter().enumerate() {
-            let written = memory.write_text(at, bytes);
-            written.map_err(|error| TextWriteError { index, at, reason: error.to_string() })?;
-        }
         // Entering the guest is a serialising event: no vCPU can execute what it fetched before.
-        Ok(())
+        self.vm.shared.memory.write_text(writes).map_err(|(index, error)| TextWriteError {
+            index,
+            at: writes.get(index).map_or(Gpa(0), |write| write.at),
+            reason: error.to_string(),
+        })
     }
 
     fn step(&mut self, vcpu: usize) -> Result<(), StopError> {

@@ -7,10 +7,11 @@ use std::ops::Range;
 use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
 use patcher::addr::Gpa;
+use patcher::machine::TextWrite;
 use patcher::region::{Part, RegionWindow};
 use vm_memory::{
-    Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
-    MmapRegion,
+    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    MmapRegion, VolatileSlice,
 };
 
 use super::layout::{self, PAGE};
@@ -30,6 +31,7 @@ impl Memory {
             .map(|extent| (GuestAddress(extent.start.0), (extent.end.0 - extent.start.0) as usize))
             .collect();
         let ram = GuestMemoryMmap::from_ranges(&ranges).map_err(io::Error::other)?;
+        ram.iter().for_each(prefer_large_pages);
         let region = Part::ALL.into_iter().map(|part| -> io::Result<_> {
             let memory = anonymous(layout::region(memory) + part.offset(), part.len(rings))?;
             // The first event of a trace is not to wait for the host's page faults.
@@ -62,22 +64,35 @@ impl Memory {
         })
     }
 
-    /// Writes text: into RAM, or into the region's code part.
+    /// Writes text, in the order given: into RAM, or into the region's code part.
     ///
     /// # Errors
-    /// It is neither.
-    pub(super) fn write_text(&self, at: Gpa, bytes: &[u8]) -> io::Result<()> {
-        let code = self.part(Part::Code);
-        match at.offset_from(code.gpa).filter(|offset| *offset < code.memory.len() as u64) {
-            Some(offset) => {
-                let end = offset + bytes.len() as u64;
-                if end > code.memory.len() as u64 {
-                    return Err(io::Error::other("it goes beyond the region's code part"));
+    /// The index of the first write that goes to neither, of which nothing was written.
+    pub(super) fn write_text(&self, writes: &[TextWrite<'_>]) -> Result<(), (usize, io::Error)> {
+        // Text is looked up once for all writes to one piece of memory.
+        let mut piece: Option<RegionWindow<'_>> = None;
+        for (index, &TextWrite { at, bytes }) in writes.iter().enumerate() {
+            let place = match piece.as_ref().and_then(|piece| within(piece, at, bytes.len())) {
+                Some(place) => place,
+                None => {
+                    let found = self.text(at).ok_or("it is neither RAM nor the region's code");
+                    let found = found.map_err(|why| (index, io::Error::other(why)))?;
+                    let place = within(piece.insert(found), at, bytes.len());
+                    place.ok_or_else(|| (index, io::Error::other("its memory ends within it")))?
                 }
-                code.memory.write_slice(bytes, offset as usize).map_err(io::Error::other)
-            }
-            None => self.ram.write_slice(bytes, at.into()).map_err(io::Error::other),
+            };
+            place.copy_from(bytes);
         }
+        Ok(())
+    }
+
+    /// The piece of memory with text at `at`.
+    fn text(&self, at: Gpa) -> Option<RegionWindow<'_>> {
+        let code = self.part(Part::Code);
+        if within(&code, at, 1).is_some() {
+            return Some(code);
+        }
+        self.ram.find_region(at.into()).map(window)
     }
 
     /// Makes all of it visible to the guest.
@@ -113,12 +128,26 @@ fn anonymous(at: Gpa, bytes: u64) -> io::Result<GuestRegionMmap<()>> {
         .ok_or_else(|| io::Error::other("the region would end above the last address"))
 }
 
+/// Asks the host for large pages: the guest's memory is walked through two levels of tables, and a stop with
+/// every function in it goes through thousands of pages of text.
+fn prefer_large_pages(region: &GuestRegionMmap<()>) {
+    // SAFETY: the range is a mapping of ours, whose contents this does not change. A host that has no large
+    // pages refuses, and then there are small ones.
+    unsafe { libc::madvise(region.as_ptr().cast(), region.len() as usize, libc::MADV_HUGEPAGE) };
+}
+
 fn prefault(region: &GuestRegionMmap<()>) -> io::Result<()> {
     for offset in (0..region.len()).step_by(PAGE as usize) {
         let byte = region.get_slice(vm_memory::MemoryRegionAddress(offset), 1);
         byte.map_err(io::Error::other)?.copy_from(&[0u8]);
     }
     Ok(())
+}
+
+/// The `len` bytes at `at`, if they are all in `piece`.
+fn within<'a>(piece: &RegionWindow<'a>, at: Gpa, len: usize) -> Option<VolatileSlice<'a>> {
+    let offset = usize::try_from(at.offset_from(piece.gpa)?).ok()?;
+    piece.memory.subslice(offset, len).ok()
 }
 
 fn window(region: &GuestRegionMmap<()>) -> RegionWindow<'_> {

@@ -338,9 +338,9 @@ fn restore(guest: &Guest) -> Result<Option<Reverted>, AttachError> {
     let Some(journal) = guest.journal() else { return Ok(None) };
     let failed = |error: PlanError| AttachError::Restore(error.to_string());
     let Some(left) = LeftBehind::new(journal).map_err(failed)? else { return Ok(None) };
-    let mut revert = left.prepare_revert();
+    let mut revert = left.prepare_revert(guest.ram());
     let mut stopped = guest.stop()?;
-    let reverted = revert.run(guest.ram(), &mut *stopped);
+    let reverted = revert.run(&mut *stopped);
     stopped.resume()?;
     if let Some(site) = reverted.failed.first() {
         let count = reverted.failed.len();

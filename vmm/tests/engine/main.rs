@@ -1,6 +1,7 @@
 //! The KVM engine: bare guests on this host's KVM, whichever kind it is; and, in the nested lab,
 //! stock kernels on KVM as hardware has it.
 
+mod bench;
 mod ends;
 mod lab;
 mod serial;

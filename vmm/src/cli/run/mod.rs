@@ -26,7 +26,7 @@ use super::{is_broken_pipe, report, say};
 use crate::signals::{self, EndSignal};
 
 mod console;
-mod engine;
+pub mod engine;
 mod options;
 
 use console::Typing;
