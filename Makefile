@@ -26,8 +26,8 @@ demo: setup ## watch a stock kernel's functions being called
 	$(CARGO) build --release --quiet --package vmm --package guest-images
 	scripts/demo.sh
 
-bench: ## figures, as ratios against what stands beside them
-	$(CARGO) bench --workspace
+bench: setup ## figures, as ratios against what stands beside them; rewrites docs/benchmarks.md
+	scripts/bench.sh
 
 clean: ## remove what was built; guests stay in the cache
 	$(CARGO) clean
