@@ -48,7 +48,24 @@ pub struct NativeGuest {
     code: LowMemory,
     rings: LowMemory,
     layout: RingLayout,
-    _gs: LowMemory,
+    gs: LowMemory,
+    len: usize,
+}
+
+/// One CPU of such a guest, for the thread that is to be it.
+#[derive(Debug, Clone, Copy)]
+pub struct Cpu {
+    gs: u64,
+}
+
+impl Cpu {
+    /// Makes the calling thread this CPU: what it calls from now on is recorded as this one's.
+    ///
+    /// # Errors
+    /// What the system says to its GS base.
+    pub fn enlist(self) -> io::Result<()> {
+        set_gs_base(self.gs)
+    }
 }
 
 impl NativeGuest {
@@ -59,15 +76,28 @@ impl NativeGuest {
     /// # Errors
     /// What the system says to the mappings.
     pub fn new(ring_bytes: u64, clock: bool) -> io::Result<Self> {
-        let rings_len = rings_window_len(1, ring_bytes) as usize;
+        let guest = Self::with_cpus(1, ring_bytes, clock)?;
+        guest.cpu(0).enlist()?;
+        Ok(guest)
+    }
+
+    /// A guest of `cpus` CPUs with a ring of `ring_bytes` each. What is called has to be called from
+    /// threads that were made its CPUs.
+    ///
+    /// # Errors
+    /// What the system says to the mappings.
+    pub fn with_cpus(cpus: usize, ring_bytes: u64, clock: bool) -> io::Result<Self> {
+        let rings_len = rings_window_len(cpus, ring_bytes) as usize;
         let rings = LowMemory::new(rings_len)?;
         let mut code = LowMemory::new(CODE_BYTES)?;
-        // The CPU number, 32 bits of zero, at the beginning of a page that GS points to.
-        let gs = LowMemory::new(CODE_BYTES)?;
-        set_gs_base(gs.address())?;
+        // The CPU number, 32 bits, at the beginning of a page for each CPU that its GS points to.
+        let mut gs = LowMemory::new(cpus * CODE_BYTES)?;
+        for cpu in 0..cpus {
+            gs.write(cpu * CODE_BYTES, &(cpu as u32).to_le_bytes());
+        }
 
-        let layout =
-            RingLayout::new(Gva(rings.address()), rings_len as u64, 1).map_err(io::Error::other)?;
+        let layout = RingLayout::new(Gva(rings.address()), rings_len as u64, cpus)
+            .map_err(io::Error::other)?;
         let logger =
             Logger { cpu_number: 0, rings: layout, clock, resume: 0, returns: ReturnForm::Plain };
         let base = code.address();
@@ -86,7 +116,21 @@ impl NativeGuest {
             code.write(pad.offset() + instruction.len(), &[0xc3]);
         }
         code.make_executable()?;
-        Ok(Self { code, rings, layout, _gs: gs })
+        Ok(Self { code, rings, layout, gs, len: bytes.len() })
+    }
+
+    /// The CPU of that number.
+    #[must_use]
+    pub fn cpu(&self, number: usize) -> Cpu {
+        Cpu { gs: self.gs.address() + (number * CODE_BYTES) as u64 }
+    }
+
+    /// The trampoline's bytes.
+    #[must_use]
+    pub fn trampoline(&self) -> Vec<u8> {
+        let begin = self.code.pointer.cast::<u8>();
+        // SAFETY: that many bytes were written there, and nothing writes there any more.
+        unsafe { std::slice::from_raw_parts(begin.add(TRAMPOLINE_AT), self.len) }.to_vec()
     }
 
     /// The function with that pad.

@@ -37,7 +37,8 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     // The whole of the rings has to be within reach, not only where they begin.
     absolute(rings.end())?;
     let field = |offset: i32| slots.wrapping_add(offset).to_le_bytes();
-    let record_shift = RECORD_BYTES.trailing_zeros() as u8;
+    let [header_shift, record_shift] =
+        [HEADER_BYTES, RECORD_BYTES].map(|n| n.trailing_zeros() as u8);
 
     let mut code = Vec::with_capacity(128);
     let mut put = |bytes: &[&[u8]]| bytes.iter().for_each(|part| code.extend_from_slice(part));
@@ -50,28 +51,29 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     put(&[&[0x52]]); //                       push rdx
     put(&[&[0x53]]); //                       push rbx
 
-    // Reserve: rcx = CPU, rbx = index of the record in that CPU's ring.
+    // Reserve: rcx = offset of the CPU's header, rbx = index of the record in that CPU's ring.
     put(&[&[0x65, 0x8b, 0x0c, 0x25], &logger.cpu_number.to_le_bytes()]); // mov ecx, gs:[cpu]
-    put(&[&[0x89, 0xc8]]); //                 mov eax, ecx
-    put(&[&[0xc1, 0xe0, HEADER_BYTES.trailing_zeros() as u8]]); // shl eax, log2(header)
     put(&[&[0xbb, 1, 0, 0, 0]]); //           mov ebx, 1
-    put(&[&[0xf0, 0x48, 0x0f, 0xc1, 0x98], &headers.to_le_bytes()]); // lock xadd [rax+h], rbx
+    put(&[&[0xc1, 0xe1, header_shift]]); //   shl ecx, log2(header)
+    put(&[&[0xf0, 0x48, 0x0f, 0xc1, 0x99], &headers.to_le_bytes()]); // lock xadd [rcx+h], rbx
 
     // rax = time.
     if logger.clock {
         put(&[&[0x0f, 0x31]]); //             rdtsc
         put(&[&[0x48, 0xc1, 0xe2, 32]]); //   shl rdx, 32
         put(&[&[0x48, 0x09, 0xd0]]); //       or rax, rdx
-    } else {
-        put(&[&[0x31, 0xc0]]); //             xor eax, eax
     }
 
-    // rcx + rdx = offset of the slot from the first ring.
-    put(&[&[0x48, 0xc1, 0xe1, rings.ring_shift()]]); // shl rcx, log2(ring)
+    // rcx + rdx = offset of the slot from the first ring. Rings are larger than their headers.
+    put(&[&[0x48, 0xc1, 0xe1, rings.ring_shift() - header_shift]]); // shl rcx, log2(ring/header)
     put(&[&[0x89, 0xda]]); //                 mov edx, ebx
     put(&[&[0x81, 0xe2], &rings.index_mask().to_le_bytes()]); // and edx, slots - 1
     put(&[&[0xc1, 0xe2, record_shift]]); //   shl edx, log2(record)
-    put(&[&[0x48, 0x89, 0x84, 0x11], &field(0)]); //  mov [rcx+rdx+slots], rax      time
+    if logger.clock {
+        put(&[&[0x48, 0x89, 0x84, 0x11], &field(0)]); //  mov [rcx+rdx+slots], rax      time
+    } else {
+        put(&[&[0x48, 0xc7, 0x84, 0x11], &field(0), &[0; 4]]); // mov qword [rcx+rdx+slots], 0
+    }
     put(&[&[0x8b, 0x44, 0x24, 0x28]]); //     mov eax, [rsp+40]
     put(&[&[0x89, 0x84, 0x11], &field(8)]); //        mov [rcx+rdx+slots+8], eax    function
     put(&[&[0x8b, 0x44, 0x24, 0x30]]); //     mov eax, [rsp+48]
@@ -146,14 +148,13 @@ mod tests {
                 "push rdx",
                 "push rbx",
                 "mov ecx, dword ptr gs:[0x1f0c0]",
-                "mov eax, ecx",
-                "shl eax, 7",
                 "mov ebx, 1",
-                "lock xadd qword ptr [rax - 0x41e00000], rbx",
+                "shl ecx, 7",
+                "lock xadd qword ptr [rcx - 0x41e00000], rbx",
                 "rdtsc",
                 "shl rdx, 0x20",
                 "or rax, rdx",
-                "shl rcx, 0x19",
+                "shl rcx, 0x12",
                 "mov edx, ebx",
                 "and edx, 0xfffff",
                 "shl edx, 5",
@@ -175,6 +176,15 @@ mod tests {
                 "int3",
             ]
         );
+    }
+
+    #[test]
+    fn without_a_clock_the_time_is_zero() {
+        let logger = Logger { clock: false, ..logger(ReturnForm::Plain) };
+        let at = Gva(0xffff_ffff_be00_0000);
+        let listing = listing(&assemble(&logger, at).unwrap(), at.0);
+        assert!(listing.contains(&"mov qword ptr [rcx + rdx - 0x41df0000], 0".to_owned()));
+        assert!(!listing.contains(&"rdtsc".to_owned()), "{listing:?}");
     }
 
     #[test]
