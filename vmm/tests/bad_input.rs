@@ -171,3 +171,36 @@ fn a_user_who_may_not_open_kvm_is_told_which_group_may() {
     command.args(["run", "--accel", "kvm", "--kernel", &kernel]).uid(65534).gid(65534);
     says(&refusal(command, 1), &["/dev/kvm may not be opened", "group"]);
 }
+
+#[test]
+fn a_benchmark_that_makes_no_sense_is_refused() {
+    let folder = Folder::new("bench");
+    let bench = |arguments: &str| {
+        let mut command = vmm(&["bench", "stop-all"]);
+        command.args(arguments.split_whitespace());
+        command
+    };
+    for (arguments, words) in [
+        ("--cpus 0", "a whole number from 1 to 254"),
+        ("--cpus 1,x", "a whole number from 1 to 254"),
+        ("--sites 1,none", "a number of functions from 1 on, or all"),
+        ("--sites 0", "a number of functions from 1 on, or all"),
+        ("--sites 40001", "the bare guest has 40000 functions"),
+        ("--rounds 0", "a whole number from 1 to 1000000"),
+        ("--guest stock", "--kernel FILE"),
+        ("--kernel k", "--guest stock"),
+        ("--initrd i", "--kernel"),
+        ("--engine qemu", "--guest stock"),
+        ("--engine xen", "invalid value 'xen'"),
+        ("--json f --plot f", "name two files"),
+    ] {
+        says(&refusal(bench(arguments), 2), &[words]);
+    }
+    let nowhere = format!("--plot {}", folder.path("no/such/folder.svg"));
+    says(&refusal(bench(&nowhere), 1), &["folder.svg can't be written"]);
+    let kernel = folder.file("vmlinuz", &toy_kernel(SPIN));
+    let input = format!("--guest stock --kernel {kernel} --json {kernel}");
+    says(&refusal(bench(&input), 1), &["vmlinuz can't be written", "input of the guest"]);
+    let missing = format!("--guest stock --kernel {}", folder.path("missing"));
+    says(&refusal(bench(&missing), 1), &["with 1 vCPU: there is no kernel"]);
+}

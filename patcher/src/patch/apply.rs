@@ -129,16 +129,12 @@ impl<'p> Prepared<'p> {
         let sites = &patchset.sites;
         let mut by_address: Vec<&Site> = sites.iter().collect();
         by_address.sort_unstable_by_key(|site| site.at);
-        Self {
-            patchset,
-            text: Text::new(
-                ram,
-                sites.iter().map(|site| (site.gpa, &site.original, &site.replacement)),
-            ),
-            by_address,
-            replacements: writes(sites, |site| &site.replacement),
-            originals: writes(sites, |site| &site.original),
-        }
+        let replacements = writes(sites, |site| &site.replacement);
+        let originals = writes(sites, |site| &site.original);
+        // Last, so that it is what the caches still have when the guest stands.
+        let forms = sites.iter().map(|site| (site.gpa, &site.original, &site.replacement));
+        let text = Text::new(ram, forms);
+        Self { patchset, text, by_address, replacements, originals }
     }
 
     /// Compares every site with its original bytes and checks that no vCPU stands inside one. A site

@@ -186,3 +186,83 @@ impl fmt::Debug for Text<'_> {
         f.debug_struct("Text").field("pages", &pages).field("sites", &sites).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+    use super::*;
+
+    /// RAM of which nothing is mapped by the engine.
+    struct Unmapped(GuestMemoryMmap<()>);
+
+    impl PhysMem for Unmapped {
+        fn read(&self, at: Gpa, buf: &mut [u8]) -> Result<(), MemError> {
+            PhysMem::read(&self.0, at, buf)
+        }
+
+        fn extents(&self) -> Vec<Range<Gpa>> {
+            self.0.extents()
+        }
+
+        fn replace_entry(&self, at: Gpa, old: [u8; 8], new: [u8; 8]) -> Result<(), MemError> {
+            self.0.replace_entry(at, old, new)
+        }
+    }
+
+    fn found(ram: &dyn PhysMem, sites: &[(Gpa, PadBytes, PadBytes)]) -> Vec<Found> {
+        let text = Text::new(ram, sites.iter().map(|(at, before, after)| (*at, before, after)));
+        let mut found = Vec::new();
+        text.look(0..sites.len(), |index, what| {
+            assert_eq!((index, &what), (found.len(), &text.find(index)));
+            found.push(what);
+            ControlFlow::Continue(())
+        });
+        found
+    }
+
+    #[test]
+    fn sites_are_read_alike_wherever_they_are_and_however_the_engine_has_them() {
+        let ranges = [(GuestAddress(0), 0x2000), (GuestAddress(0x4000), 0x1000)];
+        let ram = GuestMemoryMmap::from_ranges(&ranges).unwrap();
+        // More than a batch, then the last bytes of a page, of RAM that ends, and where there is none.
+        let mut places: Vec<u64> = (0..2 * BATCH as u64 + 3).map(|index| index * 16).collect();
+        places.extend([0xffb, 0x1000, 0x1ffb, 0x1ffc, 0x3000, 0x4ffb]);
+        let (before, after, other) = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]);
+        let [before, after, other] = [before, after, other].map(|bytes| PadBytes::new(&bytes));
+        let sites: Vec<_> = places.iter().map(|at| (Gpa(*at), before, after)).collect();
+        let mut expected = Vec::new();
+        for (index, (at, ..)) in sites.iter().enumerate() {
+            let (bytes, what) = match index % 3 {
+                0 => (before, Found::Before),
+                1 => (after, Found::After),
+                _ => (other, Found::Other(other)),
+            };
+            // What follows a site is none of its business.
+            let _ = ram.write_slice(&[0xee; 8], GuestAddress(at.0));
+            let written = ram.write_slice(&bytes, GuestAddress(at.0));
+            let missing = Found::Unreadable(MemError::NotRam { at: *at, len: 5 });
+            expected.push(if written.is_ok() { what } else { missing });
+        }
+        // 0x1ffc overlaps 0x1ffb, and there is no fifth byte.
+        let overlapped = places.iter().position(|at| *at == 0x1ffb).unwrap();
+        ram.write_slice(&before, GuestAddress(0x1ffb)).unwrap();
+        expected[overlapped] = Found::Before;
+        assert_eq!(found(&ram, &sites), expected);
+        assert_eq!(found(&Unmapped(ram), &sites), expected);
+    }
+
+    #[test]
+    fn whoever_looks_may_stop() {
+        let ram = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
+        let zeros = PadBytes::new(&[0; 4]);
+        let text =
+            Text::new(&ram, (0..8_u32).map(|index| (Gpa(u64::from(index) * 8), &zeros, &zeros)));
+        let mut seen = Vec::new();
+        text.look(2..7, |index, found| {
+            seen.push((index, found));
+            if index == 4 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        assert_eq!(seen, [2, 3, 4].map(|index| (index, Found::After)));
+    }
+}

@@ -117,7 +117,8 @@ impl<'a> Bench<'a> {
     fn run(&mut self) -> Result<()> {
         for &cpus in &self.options.cpus {
             if !self.stop.load(Ordering::SeqCst) {
-                self.guest(cpus).with_context(|| format!("with {cpus} vCPUs"))?;
+                let plural = if cpus == 1 { "" } else { "s" };
+                self.guest(cpus).with_context(|| format!("with {cpus} vCPU{plural}"))?;
             }
         }
         Ok(())
