@@ -16,17 +16,12 @@ ${CARGO:-cargo} build --release --quiet --package vmm --package benches
 say "the price of one traced call, natively"
 bench price -- --json "$results/price.jsonl"
 
-say "stops that patch many functions, natively"
-bench standstill -- --json "$results/standstill.jsonl"
-
 say "vmm bench stop-all, a bare guest"
-target/release/vmm bench stop-all --cpus 1,2,4 --sites 1,10,100,1000,all --rounds 1000 \
+target/release/vmm bench stop-all --cpus 1,2,4 --sites 1,10,100,1000,all --rounds 200 \
     --json "$results/stop-all.json" --plot "$plots/stop-all.svg"
 
-say "beside the guest's own ftrace, breakpoints and traps, in guests that are emulated"
-bench side_by_side | tee /dev/stderr | grep "^{" >"$results/side-by-side.jsonl"
-
-say "finding a kernel, draining, the control socket (not in the document)"
+say "parts of stops, finding a kernel, draining, the control socket (not in the document)"
+bench standstill
 bench discovery
 bench event
 bench control

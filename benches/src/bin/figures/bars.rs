@@ -1,4 +1,4 @@
-//! Bars on a logarithmic axis, as SVG.
+//! Bars on an axis that begins at nothing, as SVG.
 
 use std::fmt::Write;
 
@@ -15,19 +15,13 @@ const FOOT: f64 = 34.0;
 /// tells what the values are.
 ///
 /// # Panics
-/// If there are no rows, or a value is not above zero.
+/// If no row has a value above zero.
 pub fn bars(title: &str, rows: &[(String, f64, String)]) -> String {
-    let values = rows.iter().map(|(_, value, _)| *value);
-    assert!(
-        values.clone().all(|value| value > 0.0) && !rows.is_empty(),
-        "{title}: bars have lengths"
-    );
-    // The axis begins at a power of ten below the least, so that each bar is seen.
-    let least = values.clone().fold(f64::INFINITY, f64::min).log10();
-    let first = if least.fract() == 0.0 && rows.len() > 1 { least - 1.0 } else { least.floor() };
-    let last = values.fold(0.0, f64::max).log10().ceil().max(first + 1.0);
-    let across =
-        |value: f64| LABELS + (value.log10() - first) / (last - first) * (WIDTH - LABELS - VALUES);
+    let most = rows.iter().map(|(_, value, _)| *value).fold(0.0, f64::max);
+    assert!(most > 0.0, "{title}: bars have lengths");
+    let step = step(most);
+    let last = (most / step).ceil() as u32;
+    let across = |value: f64| LABELS + value / (f64::from(last) * step) * (WIDTH - LABELS - VALUES);
     let height = HEAD + ROW * rows.len() as f64 + FOOT;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
@@ -38,14 +32,14 @@ pub fn bars(title: &str, rows: &[(String, f64, String)]) -> String {
         title = escaped(title),
     );
     // Writing to a string does not fail.
-    for power in first as i32..=last as i32 {
-        let (x, bottom) = (across(10_f64.powi(power)), height - FOOT);
+    for tick in 0..=last {
+        let value = f64::from(tick) * step;
+        let (x, bottom) = (across(value), height - FOOT);
         let _ = writeln!(
             svg,
             "<path d=\"M{x:.1} {HEAD}V{bottom}\" stroke=\"#dddddd\"/>\
-             <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#555555\">{}</text>",
+             <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#555555\">{value}</text>",
             bottom + 18.0,
-            plain(power),
         );
     }
     for (index, (label, value, text)) in rows.iter().enumerate() {
@@ -68,13 +62,14 @@ pub fn bars(title: &str, rows: &[(String, f64, String)]) -> String {
     svg + "</svg>\n"
 }
 
-/// A power of ten as a person writes it.
-fn plain(power: i32) -> String {
-    if power < 0 {
-        format!("0.{}1", "0".repeat(power.unsigned_abs() as usize - 1))
-    } else {
-        format!("1{}", "0".repeat(power as usize))
-    }
+/// One, two or five times a power of ten, of which at most ten are in `most`.
+fn step(most: f64) -> f64 {
+    let power = 10_f64.powf((most / 10.0).log10().floor());
+    [1.0, 2.0, 5.0, 10.0]
+        .map(|times| times * power)
+        .into_iter()
+        .find(|step| most / step <= 10.0)
+        .unwrap_or(most)
 }
 
 fn escaped(text: &str) -> String {
@@ -87,9 +82,8 @@ mod tests {
 
     #[test]
     fn a_bar_for_each_row_ends_where_its_value_is_on_the_axis() {
-        let rows: Vec<_> = [1.0, 10.0, 100.0]
-            .map(|value| (format!("<{value}>"), value, format!("{value} ×")))
-            .into();
+        let rows: Vec<_> =
+            [1.0, 2.0, 3.0].map(|value| (format!("<{value}>"), value, format!("{value} ×"))).into();
         let svg = bars("how & much", &rows);
         let widths: Vec<f64> = svg
             .lines()
@@ -97,13 +91,13 @@ mod tests {
             .filter_map(|line| line.split_once("width=\"")?.1.split_once('"')?.0.parse().ok())
             .collect();
         assert_eq!(widths.len(), rows.len());
-        let [one, ten, hundred] = widths[..] else { panic!("{widths:?}") };
-        assert!((ten - one - (hundred - ten)).abs() < 0.2 && ten > one, "{widths:?}");
-        assert!(svg.contains("&lt;10&gt;") && svg.contains("how &amp; much"), "{svg}");
+        let [one, two, three] = widths[..] else { panic!("{widths:?}") };
+        assert!((two - 2.0 * one).abs() < 0.2 && (three - 3.0 * one).abs() < 0.3, "{widths:?}");
+        assert!(svg.contains("&lt;2&gt;") && svg.contains("how &amp; much"), "{svg}");
     }
 
     #[test]
-    fn powers_are_written_as_a_person_does() {
-        assert_eq!([-2, -1, 0, 3].map(plain), ["0.01", "0.1", "1", "1000"]);
+    fn steps_are_those_that_a_person_would_take() {
+        assert_eq!([0.9, 7.0, 13.0, 40.0, 99.0].map(step), [0.1, 1.0, 2.0, 5.0, 10.0]);
     }
 }

@@ -71,7 +71,6 @@ fn read(results: &Path, name: &str) -> Result<Figures> {
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     let read = match name {
         "stop-all.json" => stops(&text),
-        "side-by-side.jsonl" => side_by_side(&text),
         _ => prices(&text),
     };
     read.with_context(|| format!("understanding {}", path.display()))
@@ -121,7 +120,8 @@ fn prices(text: &str) -> Result<Figures> {
 
 /// No more digits than a measurement has.
 fn digits(ns: f64) -> String {
-    if ns.abs() < 100.0 { format!("{ns:.2}") } else { format!("{ns:.0}") }
+    let text = if ns.abs() < 100.0 { format!("{ns:.2}") } else { format!("{ns:.0}") };
+    if text == "-0.00" { "0.00".to_owned() } else { text }
 }
 
 /// What `vmm bench stop-all --json` has written, as far as it is shown.
@@ -210,57 +210,6 @@ fn stops(text: &str) -> Result<Figures> {
         let _ = writeln!(table, "| {} |", cells.join(" | "));
     }
     Ok(Figures { table, plot: None })
-}
-
-/// A line that `side_by_side` has printed.
-#[derive(Deserialize)]
-struct Tracer {
-    system: String,
-    method: String,
-    what: String,
-    slowdown: f64,
-    event_ns: f64,
-    events_per_s: f64,
-    enable_ms: f64,
-    stop_ms: Option<f64>,
-    gap_ms: f64,
-    lost: u64,
-}
-
-/// A table for each system; slowdowns are drawn.
-fn side_by_side(text: &str) -> Result<Figures> {
-    let tracers: Vec<Tracer> = lines(text)?;
-    let mut table = String::new();
-    let mut rows = Vec::new();
-    for system in tracers.chunk_by(|one, next| one.system == next.system) {
-        let name = match &*system[0].system {
-            "kvm" => "Under KVM, in the nested lab",
-            "qemu" => "Under QEMU's TCG",
-            "gdbstub" => "Under QEMU's TCG, by a debugger",
-            other => bail!("there is no system {other}"),
-        };
-        let _ = writeln!(
-            table,
-            "**{name}**\n\n\
-             | who traces | functions | slowdown | ns an event | events/s | until on, ms | our stop, ms | \
-             longest gap, ms | lost |\n|---|---|--:|--:|--:|--:|--:|--:|--:|"
-        );
-        for tracer in system {
-            let Tracer { method, what, slowdown, event_ns, events_per_s, .. } = tracer;
-            let Tracer { enable_ms, stop_ms, gap_ms, lost, .. } = tracer;
-            let stop = stop_ms.map_or_else(|| "–".to_owned(), |stop| format!("{stop:.2}"));
-            let _ = writeln!(
-                table,
-                "| {method} | {what} | {slowdown:.2} | {event_ns:.0} | {events_per_s:.0} | \
-                 {enable_ms:.2} | {stop} | {gap_ms:.2} | {lost} |"
-            );
-            let label = format!("{}: {method}, {what}", system[0].system);
-            rows.push((label, *slowdown, format!("{slowdown:.2} ×")));
-        }
-        table.push('\n');
-    }
-    let plot = bars("The workload's time, as a multiple of what it takes untraced", &rows);
-    Ok(Figures { table, plot: Some(plot) })
 }
 
 fn microseconds(nanoseconds: u64) -> String {
