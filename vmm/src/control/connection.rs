@@ -224,7 +224,7 @@ impl Conversation<'_> {
             return Err(Stop::Say(Refusal::new(RefusalKind::Malformed, message)));
         }
         let shared = self.shared;
-        let Some(_place) = Taken::one_of(MAX_PAYLOADS, &shared.payloads) else {
+        let Some(place) = Taken::one_of(MAX_PAYLOADS, &shared.payloads) else {
             let message = format!("{MAX_PAYLOADS} payloads are being applied; try again later");
             return Err(Stop::Close(Refusal::new(RefusalKind::Busy, message)));
         };
@@ -242,6 +242,8 @@ impl Conversation<'_> {
             Command::PatchApply(Box::new(PatchWanted { request, file, waiter, answer }))
         };
         let patched = self.ask_and_wait(wanted)?;
+        // Whoever has the answer may count on the place.
+        drop(place);
         self.say(&Reply::Patched(Box::new(patched)))
     }
 
