@@ -5,8 +5,9 @@ use crate::addr::Gva;
 
 /// The code of a stub, to be placed at `at`, for a function that is traced and is redirected to the one
 /// at `to`: it calls the logger, which goes on behind its caller whatever that is
-/// ([`Logger::resume`](super::Logger::resume) 0), and then jumps. Registers and stack are at both of its instructions what they
-/// would be at the pad. Its records carry the address behind the first ([`stub_ip`]).
+/// ([`Logger::resume`](super::Logger::resume) 0), and then jumps. Registers and stack are at both of its
+/// instructions what they would be at the pad. Its records carry the address behind the first
+/// ([`stub_ip`]).
 ///
 /// # Errors
 /// The logger or the function is farther from `at` than an instruction reaches.

@@ -117,11 +117,7 @@ impl<'m> Text<'m> {
                 *word = self.word(*place);
             }
             for ((place, forms), word) in places.iter().zip(forms).zip(words) {
-                let found = match word {
-                    Some(word) => forms.compare(word, *place),
-                    None => self.read(*place, forms),
-                };
-                if each(next, found).is_break() {
+                if each(next, self.found(*place, forms, word)).is_break() {
                     return;
                 }
                 next += 1;
@@ -132,7 +128,12 @@ impl<'m> Text<'m> {
     /// What one site holds.
     pub(super) fn find(&self, site: usize) -> Found {
         let (place, forms) = (self.places[site], &self.forms[site]);
-        match self.word(place) {
+        self.found(place, forms, self.word(place))
+    }
+
+    /// What a site holds whose `word` is this, or has to be read by way of the RAM.
+    fn found(&self, place: Place, forms: &Forms, word: Option<u64>) -> Found {
+        match word {
             Some(word) => forms.compare(word, place),
             None => self.read(place, forms),
         }
