@@ -99,8 +99,8 @@ struct Image {
 impl Image {
     fn build(cpus: usize) -> Self {
         let mut image = Self { bytes: vec![0; PAGE as usize], symbols: Vec::new(), root: Gva(0) };
-        image.symbol(b'T', "_text");
-        image.symbols.push(SymbolSpec { address: TEXT.0, kind: b'T', name: "_stext".into() });
+        image.add(TEXT, b'T', "_text");
+        image.add(TEXT, b'T', "_stext");
         let functions = image.functions();
         image.symbol_at_end(b'T', "__fentry__");
         image.put(&FUNCTION[5..]);
@@ -171,11 +171,6 @@ impl Image {
 
     fn add(&mut self, at: Gva, kind: u8, name: &str) {
         self.symbols.push(SymbolSpec { address: at.0, kind, name: name.to_owned() });
-    }
-
-    /// A symbol of the image's first byte.
-    fn symbol(&mut self, kind: u8, name: &str) {
-        self.add(TEXT, kind, name);
     }
 
     fn symbol_at_end(&mut self, kind: u8, name: &str) {

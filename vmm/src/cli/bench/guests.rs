@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use patcher::kernel::{Kernel, Located, locate};
 use patcher::machine::Machine;
 use vmm::bench;
 use vmm::devices::Console;
-use vmm::kvm::{Hardware, LinuxBoot, Vm, VmError};
+use vmm::kvm::{Hardware, LinuxBoot, Vm};
 use vmm::qemu::{Architecture, Launch, Qemu};
 
 use super::options::{Engine, Guest as Kind, Options};
 use crate::cli::progress::Progress;
-use crate::cli::run::engine::Guest;
+use crate::cli::run::engine::{Guest, explain};
 
 /// How often a guest that boots is looked at.
 const LOOK: Duration = Duration::from_millis(100);
@@ -113,14 +113,6 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.guest.kill();
-    }
-}
-
-/// Where KVM is what is missing, there is more to say.
-fn explain(error: VmError) -> anyhow::Error {
-    match error {
-        VmError::Kvm(_) => anyhow!("{error}; `vmm doctor` says what this host can do"),
-        error => error.into(),
     }
 }
 

@@ -165,13 +165,14 @@ fn under_kvm(options: &Options, rings: Option<u64>, console: Console) -> Result<
         initrd: options.initrd.clone(),
         cmdline: options.cmdline.clone(),
     };
-    match Vm::linux(&hardware, &boot, console) {
-        Ok(vm) => Ok(Box::new(vm)),
-        // Where KVM is what is missing, there is more to say.
-        Err(error @ VmError::Kvm(_)) => {
-            Err(anyhow!("{error}; `vmm doctor` says what this host can do"))
-        }
-        Err(error) => Err(error.into()),
+    Ok(Box::new(Vm::linux(&hardware, &boot, console).map_err(explain)?))
+}
+
+/// Where KVM is what is missing, there is more to say.
+pub fn explain(error: VmError) -> anyhow::Error {
+    match error {
+        VmError::Kvm(_) => anyhow!("{error}; `vmm doctor` says what this host can do"),
+        error => error.into(),
     }
 }
 
