@@ -23,7 +23,7 @@ target/release/vmm bench stop-all --cpus 1,2,4 --sites 1,10,100,1000,all --round
 say "parts of stops, finding a kernel, draining, the control socket (not in the document)"
 bench standstill
 bench discovery
-bench event
+bench drain
 bench control
 
 target/release/figures "$results" docs/benchmarks.md

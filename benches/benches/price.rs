@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use benches::figures::{Figures, publish};
+use benches::figures::{Figures, argument, publish};
 use benches::native::{Cpu, NativeGuest, Pad};
 use capstone::prelude::*;
 
@@ -79,8 +79,8 @@ fn instructions(guest: &NativeGuest) -> usize {
 }
 
 fn main() {
-    let batches = std::env::args().skip_while(|argument| argument != "--batches").nth(1);
-    let batches: usize = batches.map_or(4000, |count| count.parse().expect("a number"));
+    let batches: usize =
+        argument("--batches").map_or(4000, |count| count.parse().expect("a number"));
     let [without, with] = [false, true].map(|clock| NativeGuest::with_cpus(2, RING, clock));
     let (without, with) = (without.expect("low memory"), with.expect("low memory"));
     // Either's CPU does: the number is all that is looked at.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use benches::clock::own_time;
-use benches::figures::{Figures, median, publish};
+use benches::figures::{Figures, argument, median, publish};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::PadBytes;
 use patcher::machine::Machine;
@@ -113,7 +113,7 @@ fn add(figures: &mut Figures, name: &str, values: &mut [f64]) {
 }
 
 fn main() {
-    let rounds = std::env::args().skip_while(|argument| argument != "--rounds").nth(1);
+    let rounds = argument("--rounds");
     let rounds: usize = rounds.map_or(300, |rounds| rounds.parse().expect("a number of rounds"));
     let sites = sites();
     let one = Patchset::plan(vec![sites[sites.len() / 2].clone()]).expect("a patchset");

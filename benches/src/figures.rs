@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::PathBuf;
 
 /// One figure.
 #[derive(Debug, Clone)]
@@ -67,6 +66,12 @@ impl Figures {
     }
 }
 
+/// What stands behind `name` among the program's arguments.
+#[must_use]
+pub fn argument(name: &str) -> Option<String> {
+    std::env::args().skip_while(|argument| argument != name).nth(1)
+}
+
 /// Prints tables, and writes lines of JSON where the program's arguments say: `--json FILE`, which
 /// is begun anew.
 ///
@@ -78,8 +83,7 @@ pub fn publish(all: &[Figures]) -> io::Result<()> {
         figures.table(&mut out)?;
         writeln!(out)?;
     }
-    let mut arguments = std::env::args_os().skip_while(|argument| argument != "--json");
-    if let Some(path) = arguments.nth(1).map(PathBuf::from) {
+    if let Some(path) = argument("--json") {
         let mut file = File::create(path)?;
         for figures in all {
             figures.json(&mut file)?;

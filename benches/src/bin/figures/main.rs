@@ -86,19 +86,13 @@ struct Price {
     note: String,
 }
 
-fn lines<'t, T: Deserialize<'t>>(text: &'t str) -> Result<Vec<T>> {
-    let lines: Vec<T> =
-        text.lines().map(serde_json::from_str).collect::<Result<_, serde_json::Error>>()?;
-    if lines.is_empty() {
-        bail!("there are no figures");
-    }
-    Ok(lines)
-}
-
 /// A table for each group, in the order in which they come; the first is drawn.
 fn prices(text: &str) -> Result<Figures> {
     let mut tables = String::new();
-    let prices: Vec<Price> = lines(text)?;
+    let prices: Vec<Price> = text.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    if prices.is_empty() {
+        bail!("there are no figures");
+    }
     for group in prices.chunk_by(|one, next| one.group == next.group) {
         let base = group[0].ns;
         let _ = writeln!(tables, "**{}**\n", group[0].group);

@@ -1,6 +1,5 @@
-//! The price of one traced call, and how fast rings are drained.
+//! How fast rings are drained.
 
-use std::hint::black_box;
 use std::time::Instant;
 
 use benches::native::{NativeGuest, Pad};
@@ -8,21 +7,6 @@ use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_mai
 use patcher::arch::ByteOrder;
 use patcher::trace::merge::Merger;
 use patcher::trace::ring::RingReader;
-
-fn calls(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("call");
-    for (name, clock, pad) in [
-        ("bare", true, Pad::Bare),
-        ("idle pad", true, Pad::Idle),
-        ("record without clock", false, Pad::Armed),
-        ("record with clock", true, Pad::Armed),
-    ] {
-        let guest = NativeGuest::new(1 << 20, clock).expect("low memory and GS");
-        let function = guest.function(pad);
-        group.bench_function(name, |bencher| bencher.iter(|| black_box(function)()));
-    }
-    group.finish();
-}
 
 /// Records in the ring at a time: half of a 16 MiB ring.
 const RECORDS: u64 = 1 << 18;
@@ -58,5 +42,5 @@ fn drain(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(event, calls, drain);
-criterion_main!(event);
+criterion_group!(benches, drain);
+criterion_main!(benches);
