@@ -29,7 +29,8 @@ fn feed(mut outbox: Outbox) {
     for time_ns in 0..CALLS {
         let function = name(time_ns % FUNCTIONS);
         let caller = name(FUNCTIONS + time_ns * 7 % (2 * FUNCTIONS));
-        while let Err(error) = outbox.event(&Event { time_ns, cpu: 0, function, caller }) {
+        let event = Event { time_ns, cpu: 0, function, caller, task: None, context: None };
+        while let Err(error) = outbox.event(&event) {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
             thread::yield_now();
         }

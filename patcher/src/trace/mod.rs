@@ -4,6 +4,7 @@
 //! with a single client.
 
 mod client;
+mod context;
 pub mod filter;
 pub mod merge;
 mod names;

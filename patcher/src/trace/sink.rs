@@ -3,6 +3,9 @@
 use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::Deref;
 
+use super::context::UNKNOWN;
+pub use super::context::{Context, Task};
+
 /// The name of a function, and a number that stands for nothing else in the same trace. A name may
 /// have several numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,15 +34,28 @@ pub struct Event<'a> {
     pub function: Name<'a>,
     /// The function that called it.
     pub caller: Name<'a>,
+    /// The task that made the call; `None` where records do not tell.
+    pub task: Option<Task<'a>>,
+    /// What the CPU was in the middle of; `None` where records do not tell.
+    pub context: Option<Context>,
+}
+
+/// What a sink is told of a trace as it begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Beginning {
+    /// How many CPUs the guest has.
+    pub cpus: usize,
+    /// Whether its events have a [`Context`].
+    pub contexts: bool,
 }
 
 /// Takes events in the order of their time.
 pub trait Sink {
-    /// Begins a trace of a guest with `cpus` CPUs.
+    /// Begins a trace.
     ///
     /// # Errors
     /// What writing says.
-    fn begin(&mut self, cpus: usize) -> io::Result<()>;
+    fn begin(&mut self, beginning: &Beginning) -> io::Result<()>;
 
     /// Takes one event.
     ///
@@ -61,16 +77,18 @@ pub trait Sink {
     fn end(&mut self, written: u64, entries: u64) -> io::Result<()>;
 }
 
-/// The text of tracefs' `trace` file with the `function` tracer, as it is with the option
-/// `irq-info` off: interrupt state and preemption depth are not recorded, and neither is the task,
-/// which is shown as one whose name was never recorded.
+/// The text of tracefs' `trace` file with the `function` tracer. Of a trace whose events have no
+/// [`Context`] it is what tracefs shows with the option `irq-info` off; a task that is not known is
+/// shown as one whose name was never recorded.
 ///
-/// The formats are those of `print_func_help_header`, `trace_print_context` and `print_fn_trace` in
-/// the kernel's `kernel/trace/`.
+/// The formats are those of `print_func_help_header`, `print_func_help_header_irq`,
+/// `trace_print_context`, `trace_print_lat_fmt` and `print_fn_trace` in the kernel's `kernel/trace/`
+/// as of 5.19. Up to 5.14 a kernel's own text lacks the column `migrate-disable`, and up to 5.17 the
+/// letters of a CPU whose bottom halves are off; here they are the same for guests of all versions.
 pub struct FtraceText<W: Write> {
     out: W,
     line: Vec<u8>,
-    cpus: usize,
+    beginning: Beginning,
     /// How the header is put right at the end, where the output can be sought.
     rewrite: Option<Rewrite<W>>,
 }
@@ -81,20 +99,38 @@ type Rewrite<W> = fn(&mut W, &[u8]) -> io::Result<()>;
 /// Events are written out when this many bytes of text have come together.
 const BUFFER: usize = 256 << 10;
 
+/// Names of the columns, without the option `irq-info`.
+const COLUMNS: &str = "\
+#           TASK-PID     CPU#     TIMESTAMP  FUNCTION
+#              | |         |         |         |
+";
+
+/// Names of the columns, with the option `irq-info`.
+const COLUMNS_WITH_CONTEXT: &str = "\
+#                                _-----=> irqs-off/BH-disabled
+#                               / _----=> need-resched
+#                              | / _---=> hardirq/softirq
+#                              || / _--=> preempt-depth
+#                              ||| / _-=> migrate-disable
+#                              |||| /     delay
+#           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION
+#              | |         |   |||||     |         |
+";
+
 impl<W: Write> FtraceText<W> {
     /// Text to something that is only appended to; its header can't tell how many events follow.
     pub fn stream(out: W) -> Self {
-        Self { out, line: Vec::with_capacity(BUFFER + 512), cpus: 0, rewrite: None }
+        let beginning = Beginning { cpus: 0, contexts: false };
+        Self { out, line: Vec::with_capacity(BUFFER + 512), beginning, rewrite: None }
     }
 
     /// The header. Two counts of 20 digits take the same room as any other.
     fn header(&self, written: u64, entries: u64) -> String {
-        let counts = format!("{written}/{entries}   #P:{}", self.cpus);
+        let counts = format!("{written}/{entries}   #P:{}", self.beginning.cpus);
         let counts = if self.rewrite.is_some() { format!("{counts:<50}") } else { counts };
+        let columns = if self.beginning.contexts { COLUMNS_WITH_CONTEXT } else { COLUMNS };
         format!(
-            "# tracer: function\n#\n# entries-in-buffer/entries-written: {counts}\n#\n\
-             #           TASK-PID     CPU#     TIMESTAMP  FUNCTION\n\
-             #              | |         |         |         |\n"
+            "# tracer: function\n#\n# entries-in-buffer/entries-written: {counts}\n#\n{columns}"
         )
     }
 
@@ -118,8 +154,8 @@ impl<W: Write + Seek> FtraceText<W> {
 }
 
 impl<W: Write> Sink for FtraceText<W> {
-    fn begin(&mut self, cpus: usize) -> io::Result<()> {
-        self.cpus = cpus;
+    fn begin(&mut self, beginning: &Beginning) -> io::Result<()> {
+        self.beginning = *beginning;
         let header = self.header(0, 0);
         self.line.extend_from_slice(header.as_bytes());
         self.flush()
@@ -127,10 +163,23 @@ impl<W: Write> Sink for FtraceText<W> {
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
         let line = &mut self.line;
-        // "%16s-%-7d [%03d]  %5lu.%06lu: %s <-%s"
-        line.extend_from_slice(b"           <...>-0       [");
+        // "%16s-%-7d [%03d] %c%c%c%c%c %5lu.%06lu: %s <-%s", of which irq-info is the letters.
+        let (name, pid) = match &event.task {
+            Some(task) => (task.shown().as_bytes(), task.pid),
+            None => (UNKNOWN.as_bytes(), 0),
+        };
+        line.resize(line.len() + 16_usize.saturating_sub(name.len()), b' ');
+        line.extend_from_slice(name);
+        line.push(b'-');
+        let number = line.len();
+        decimal(line, u64::from(pid), 0, b' ');
+        line.resize(line.len().max(number + 7), b' ');
+        line.extend_from_slice(b" [");
         decimal(line, u64::from(event.cpu), 3, b'0');
         line.extend_from_slice(b"] ");
+        if self.beginning.contexts {
+            line.extend_from_slice(&event.context.unwrap_or_default().letters());
+        }
         let microseconds = event.time_ns / 1000;
         line.push(b' ');
         decimal(line, microseconds / 1_000_000, 5, b' ');
@@ -188,7 +237,11 @@ mod tests {
         caller: &'static str,
     ) -> Event<'static> {
         let (function, caller) = (Name { id: 0, text: function }, Name { id: 1, text: caller });
-        Event { time_ns, cpu, function, caller }
+        Event { time_ns, cpu, function, caller, task: None, context: None }
+    }
+
+    const fn beginning(cpus: usize) -> Beginning {
+        Beginning { cpus, contexts: false }
     }
 
     const EVENTS: [Event<'static>; 2] = [
@@ -197,7 +250,7 @@ mod tests {
     ];
 
     fn trace<W: Write>(sink: &mut FtraceText<W>) {
-        sink.begin(2).unwrap();
+        sink.begin(&beginning(2)).unwrap();
         EVENTS.iter().for_each(|event| sink.event(event).unwrap());
         sink.end(2, 5).unwrap();
     }
@@ -217,6 +270,46 @@ mod tests {
 #              | |         |         |         |
            <...>-0       [001]      7.754083: vfs_read <-ksys_read
            <...>-0       [012]  123456.000001: f <-0xffffffffc0001234
+"
+        );
+    }
+
+    #[test]
+    fn what_records_tell_of_tasks_and_interrupts_is_in_the_columns_of_tracefs() {
+        let mut sink = FtraceText::stream(Vec::new());
+        sink.begin(&Beginning { cpus: 2, contexts: true }).unwrap();
+        let task = |pid, comm| Some(Task { pid, comm });
+        let none = Context::default();
+        let softirq = Context { irqs_off: true, softirq: true, preempt_depth: 1, ..none };
+        let busybox = event(7_754_083_000, 1, "rw_verify_area", "do_sendfile");
+        for event in [
+            Event { task: task(94, Some("busybox")), context: Some(none), ..busybox },
+            Event { task: task(0, None), context: Some(softirq), ..busybox },
+            Event { task: task(4_194_303, Some("a-name-of-fiftee")), context: None, ..busybox },
+            Event { task: task(12_345_678, None), context: Some(none), ..busybox },
+        ] {
+            sink.event(&event).unwrap();
+        }
+        sink.end(4, 4).unwrap();
+        assert_eq!(
+            String::from_utf8(sink.out).unwrap(),
+            "\
+# tracer: function
+#
+# entries-in-buffer/entries-written: 0/0   #P:2
+#
+#                                _-----=> irqs-off/BH-disabled
+#                               / _----=> need-resched
+#                              | / _---=> hardirq/softirq
+#                              || / _--=> preempt-depth
+#                              ||| / _-=> migrate-disable
+#                              |||| /     delay
+#           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION
+#              | |         |   |||||     |         |
+         busybox-94      [001] .....     7.754083: rw_verify_area <-do_sendfile
+          <idle>-0       [001] d.s1.     7.754083: rw_verify_area <-do_sendfile
+a-name-of-fiftee-4194303 [001] .....     7.754083: rw_verify_area <-do_sendfile
+           <...>-12345678 [001] .....     7.754083: rw_verify_area <-do_sendfile
 "
         );
     }
@@ -244,7 +337,7 @@ mod tests {
             }
         }
         let mut sink = FtraceText::stream(Full);
-        assert_eq!(sink.begin(1).unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert_eq!(sink.begin(&beginning(1)).unwrap_err().kind(), io::ErrorKind::StorageFull);
         sink.event(&EVENTS[0]).unwrap();
         assert_eq!(sink.flush().unwrap_err().kind(), io::ErrorKind::StorageFull);
         assert!(sink.line.is_empty());

@@ -444,7 +444,14 @@ fn event<'n>(
     index: usize,
 ) -> Event<'n> {
     let (function, caller) = names.of(record, index);
-    Event { time_ns: ticks.nanoseconds(record.time), cpu: record.cpu, function, caller }
+    Event {
+        time_ns: ticks.nanoseconds(record.time),
+        cpu: record.cpu,
+        function,
+        caller,
+        task: None,
+        context: None,
+    }
 }
 
 /// Turns ticks of the guest's clock into nanoseconds.

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use patcher::trace::sink::{Event, FtraceText, Sink};
+use patcher::trace::sink::{Beginning, Event, FtraceText, Sink};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::PIPE_BUF;
@@ -99,11 +99,11 @@ impl Records {
 }
 
 impl Sink for Records {
-    fn begin(&mut self, cpus: usize) -> io::Result<()> {
+    fn begin(&mut self, beginning: &Beginning) -> io::Result<()> {
         if let Text::File(file, _) = &self.text {
             file.set_len(0)?;
         }
-        self.sink().begin(cpus)
+        self.sink().begin(beginning)
     }
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
@@ -205,6 +205,8 @@ mod tests {
         cpu: 0,
         function: Name { id: 0, text: "f" },
         caller: Name { id: 1, text: "g" },
+        task: None,
+        context: None,
     };
 
     #[test]
@@ -213,7 +215,7 @@ mod tests {
         fs::write(&path, "an earlier trace").unwrap();
         let mut records = Records::open(&Output::File(path.clone()), &[], Arc::default()).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "an earlier trace");
-        records.begin(1).unwrap();
+        records.begin(&Beginning { cpus: 1, contexts: false }).unwrap();
         records.event(&EVENT).unwrap();
         records.end(1, 1).unwrap();
         let text = fs::read_to_string(&path).unwrap();

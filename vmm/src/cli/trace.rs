@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Error, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
-use patcher::trace::sink::Sink;
+use patcher::trace::sink::{Beginning, Sink};
 use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
@@ -168,7 +168,7 @@ fn receive(
     let broken = |error: io::Error| {
         Error::new(error).context(format!("the trace can't be written to {name}"))
     };
-    let mut written = records.begin(armed.cpus);
+    let mut written = records.begin(&Beginning { cpus: armed.cpus, contexts: false });
     let mut events = 0;
     let end = loop {
         if written.is_err() {

@@ -46,6 +46,8 @@ impl Names {
             cpu: call.cpu,
             function: name(call.function)?,
             caller: name(call.caller)?,
+            task: None,
+            context: None,
         })
     }
 

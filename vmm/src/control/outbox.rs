@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use patcher::trace::sink::{Event, Name, Sink};
+use patcher::trace::sink::{Beginning, Event, Name, Sink};
 use rustc_hash::FxHashMap;
 
 use super::protocol::{
@@ -157,7 +157,7 @@ impl Outbox {
 }
 
 impl Sink for Outbox {
-    fn begin(&mut self, _cpus: usize) -> io::Result<()> {
+    fn begin(&mut self, _beginning: &Beginning) -> io::Result<()> {
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
-use patcher::trace::sink::Sink;
+use patcher::trace::sink::{Beginning, Sink};
 use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Pad, Refusal, RefusalKind, State, Totals, TraceInfo, TraceRequest,
@@ -114,7 +114,8 @@ impl<'m> Service<'m> {
         let (machine, kernel) = (self.machine, self.kernel);
         let (hooks, tracer) = self.tracer()?;
         let selection = Selection::beside(hooks, &filter(&request))?;
-        records.begin(machine.vcpus()).map_err(|error| broken(error, records.name()))?;
+        let beginning = Beginning { cpus: machine.vcpus(), contexts: false };
+        records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
         say(report::armed(&describe(kernel, machine, &selection, &armed)));

@@ -201,7 +201,7 @@ fn event(time_ns: u64, function: u64) -> Event<'static> {
         EventName { id: function, text: NAMES[function as usize] },
         EventName { id: 9, text: "c" },
     );
-    Event { time_ns, cpu: 1, function, caller }
+    Event { time_ns, cpu: 1, function, caller, task: None, context: None }
 }
 
 const NAMES: [&str; 4] = ["zero", "one", "two", "three"];
@@ -530,7 +530,7 @@ proptest! {
         let texts: Vec<String> = (0..40).map(|id| "n".repeat(1 + id * 200)).collect();
         for (time, (id, flush)) in (0..).zip(&steps) {
             let name = EventName { id: *id as u64, text: &texts[*id] };
-            outbox.event(&Event { time_ns: time, cpu: 0, function: name, caller: name }).unwrap();
+            outbox.event(&Event { time_ns: time, function: name, caller: name, ..event(0, 0) }).unwrap();
             if *flush {
                 outbox.flush().unwrap();
             }
@@ -565,7 +565,7 @@ fn names_beyond_what_is_kept_begin_anew() {
     let mut in_force = 0;
     for id in 0..(MAX_NAMES_IN_FORCE as u64 + 10) {
         let name = EventName { id, text: "x" };
-        outbox.event(&Event { time_ns: id, cpu: 0, function: name, caller: name }).unwrap();
+        outbox.event(&Event { time_ns: id, function: name, caller: name, ..event(0, 0) }).unwrap();
         if id % 1000 == 0 {
             outbox.flush().unwrap();
             while let Fed::Batch(batch) = feed.next(Duration::ZERO) {
