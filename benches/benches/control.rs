@@ -63,8 +63,12 @@ fn stream(criterion: &mut Criterion) {
         }
     });
 
-    let request =
-        TraceRequest { tracer: protocol::Tracer::Func, filter: Vec::new(), notrace: Vec::new() };
+    let request = TraceRequest {
+        tracer: protocol::Tracer::Func,
+        filter: Vec::new(),
+        notrace: Vec::new(),
+        method: protocol::Method::Call,
+    };
     let mut group = criterion.benchmark_group("control");
     group.throughput(Throughput::Elements(CALLS)).sample_size(10);
     for (title, format) in [("counted", false), ("made text of", true)] {

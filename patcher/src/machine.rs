@@ -3,12 +3,13 @@
 //! [`Stopped::write_text`] exists on no other type, so code that patches a running guest does not
 //! compile. Dropping a [`Stopped`] resumes the guest.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::addr::Gpa;
 use crate::journal::Journal;
 use crate::mem::PhysMem;
-use crate::region::{Part, RegionWindow};
+use crate::region::{NoTraps, Part, RegionWindow, Traps};
 
 /// A guest under an engine's control.
 ///
@@ -38,6 +39,14 @@ pub trait Machine: Sync {
     /// not count.
     fn resets(&self) -> u64 {
         0
+    }
+
+    /// Has the engine answer these traps, and no others, from now on.
+    ///
+    /// # Errors
+    /// The engine can't; that is what one says that knows nothing of them.
+    fn set_traps(&self, _traps: Arc<Traps>) -> Result<(), NoTraps> {
+        Err(NoTraps)
     }
 
     /// Takes one vCPU out of the guest, reads its registers and lets it run on. The others are not

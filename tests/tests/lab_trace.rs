@@ -13,6 +13,7 @@ const GUEST: Series = Series::V6_1;
 fn a_stock_guest_is_traced_in_the_lab() {
     let mut lab = VmmLab::boot(&[GUEST], None, &[]);
     every_call_makes_one_record(&mut lab);
+    traps_make_one_record_each_and_leave_the_guest_its_probes(&mut lab);
     a_function_that_the_guest_traces_is_refused(&mut lab);
     a_glob_that_matches_nothing_ends_the_guest_untouched(&mut lab);
     signals_end_a_trace_in_order(&mut lab);
@@ -46,6 +47,51 @@ fn every_call_makes_one_record(lab: &mut VmmLab) {
     }
     assert!(outcome.stderr_text().contains(" 0 lost"), "{outcome}");
     assert_eq!(complaints(&outcome.stdout_text()), [] as [&str; 0]);
+}
+
+/// Functions with pads and one without are trapped; the guest has a breakpoint of its own meanwhile, by a
+/// probe in the middle of a function.
+fn traps_make_one_record_each_and_leave_the_guest_its_probes(lab: &mut VmmLab) {
+    let options = "--trace func --method trap -f version_proc_show -f uptime_proc_show -f vsnprintf \
+                   -o /tmp/trap";
+    let run = vmm_run(GUEST, options, "vmm.work=shell");
+    let mut session = lab.lab().spawn(&run).unwrap();
+    session.wait_for("VMM-READY", PATIENCE).unwrap();
+    let mut input = session.input();
+    // Behind the pad, whether a landing pad is in front of that or not.
+    let probe = "cd /sys/kernel/tracing; echo 0 >/proc/sys/debug/kprobes-optimization; \
+                 echo p:own loadavg_proc_show+9 >kprobe_events || \
+                 echo p:own loadavg_proc_show+5 >kprobe_events; echo 1 >events/kprobes/enable; \
+                 work proc-read:/proc/version:300@0+proc-read:/proc/uptime:200@1,proc-read:/proc/loadavg:40; \
+                 echo HITS $(cat kprobe_profile); echo 0 >events/kprobes/enable";
+    input.write(format!("{probe}\n").as_bytes()).unwrap();
+    session.wait_for("VMM-SHELL-END", PATIENCE).unwrap();
+    input.write(b"exit\n").unwrap();
+    let outcome = session.wait(PATIENCE).unwrap();
+    assert_eq!(outcome.status, 0, "{outcome}");
+    let printed = outcome.stdout_text();
+    let hits = printed.lines().find(|line| line.starts_with("HITS")).unwrap_or_default();
+    assert_eq!(
+        hits.split_whitespace().collect::<Vec<_>>(),
+        ["HITS", "own", "40", "0"],
+        "{outcome}"
+    );
+    let text = lab.read("/tmp/trap");
+    let trace = Trace::parse(&text);
+    trace.check();
+    assert_eq!(trace.promised.0, trace.promised.1, "nothing was lost");
+    assert_eq!(trace.count("version_proc_show"), 300, "{outcome}");
+    assert_eq!(trace.count("uptime_proc_show"), 200, "{outcome}");
+    // Each of these prints once into its file.
+    assert!(trace.count("vsnprintf") >= 300 + 200, "{outcome}");
+    for line in trace.lines.iter().filter(|line| line.function == "version_proc_show") {
+        assert_eq!((line.caller, line.cpu), ("seq_read_iter", 0), "{line:?}");
+    }
+    let printed_to_files = trace.lines.iter().filter(|line| {
+        line.function == "vsnprintf" && ["seq_printf", "seq_vprintf"].contains(&line.caller)
+    });
+    assert!(printed_to_files.count() >= 300 + 200, "{outcome}");
+    assert_eq!(complaints(&printed), [] as [&str; 0]);
 }
 
 /// The guest's own tracer is on for `vfs_read` when ours comes.

@@ -106,6 +106,9 @@ impl PadLayout {
         behind: Pattern::EMPTY,
         resume: 0,
     };
+
+    /// No pad at all: the first instruction of a function that has none. It can only be trapped.
+    pub const NONE: Self = Self { name: "no pad", ..Self::SINGLE };
 }
 
 /// What the pad is whose changeable instruction is at `at`: its state and its layout. `before` is text

@@ -137,6 +137,18 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The target is farther than the instruction reaches.
     fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach>;
 
+    /// The bytes that make a vCPU leave the guest at the instruction `original`, whose length stays; `None`
+    /// where no engine could tell us of that, or the instruction is too short.
+    fn encode_trap(&self, _original: &[u8]) -> Option<PadBytes> {
+        None
+    }
+
+    /// How long the instruction is that `text` begins with, if it does the same wherever it is executed:
+    /// it neither depends on its address nor accesses memory that may not be there.
+    fn movable(&self, _text: &[u8]) -> Option<usize> {
+        None
+    }
+
     /// Where the region, which is `memory`, may be mapped for such a kernel, so that every pad of
     /// its image reaches all of it.
     fn region_window(&self, kernel: &KernelPlace, memory: &Range<Gpa>) -> Range<Gva>;

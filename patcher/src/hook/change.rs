@@ -47,6 +47,17 @@ impl Hooks<'_> {
         foreign: Foreign,
         witness: &mut dyn Witness,
     ) -> Result<Changed, HookError> {
+        let result = self.try_change(wants, foreign, witness);
+        self.forget_traps();
+        result
+    }
+
+    fn try_change(
+        &mut self,
+        wants: &[(&Site, Want)],
+        foreign: Foreign,
+        witness: &mut dyn Witness,
+    ) -> Result<Changed, HookError> {
         let steps = self.steps(wants)?;
         let moving: Vec<&Step> = steps.iter().filter(|step| self.moves(step)).collect();
         let mut changed = Changed::default();
@@ -87,6 +98,16 @@ impl Hooks<'_> {
     /// # Errors
     /// [`ReleaseError`]; what could not be written is wanted as before, to be tried again.
     pub fn release(
+        &mut self,
+        wants: &[(&Site, Want)],
+        witness: &mut dyn Witness,
+    ) -> Result<Changed, ReleaseError> {
+        let result = self.try_release(wants, witness);
+        self.forget_traps();
+        result
+    }
+
+    fn try_release(
         &mut self,
         wants: &[(&Site, Want)],
         witness: &mut dyn Witness,
@@ -152,8 +173,10 @@ impl Hooks<'_> {
         self.hooks.get(&step.at).is_some_and(|hook| hook.torn || hook.now != step.to)
     }
 
-    /// Notes what is going to be written, with everything of ours that may be there meanwhile.
+    /// Notes what is going to be written, with everything of ours that may be there meanwhile, and what of
+    /// that the engine has to know.
     fn intend(&self, moving: &[&Step]) -> Result<(), HookError> {
+        self.announce_traps()?;
         let Some(journal) = self.machine.journal() else { return Ok(()) };
         let entry = |step: &&Step| {
             let hook = &self.hooks[&step.at];

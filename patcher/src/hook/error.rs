@@ -8,7 +8,7 @@ use crate::journal::JournalError;
 use crate::kernel::{CpuNumberError, ReturnFormError};
 use crate::machine::StopError;
 use crate::patch::{ApplyError, PlanError, VerifyError};
-use crate::region::RegionError;
+use crate::region::{NoTraps, RegionError};
 
 /// Wants could not be changed; the guest runs on, and its text is as it was, but for
 /// [`ApplyError::Torn`].
@@ -38,6 +38,15 @@ pub enum HookError {
         /// What stands in front of its pad.
         prefix: &'static str,
     },
+    /// What is to be redirected has no pad.
+    #[error("{0} can't be redirected: it has no pad")]
+    NoPad(Box<str>),
+    /// Guests of this architecture can't be trapped.
+    #[error("functions of {0} guests can't be trapped; use --method call")]
+    NoTrap(&'static str),
+    /// The engine answers no traps.
+    #[error(transparent)]
+    Traps(#[from] NoTraps),
     /// The sites can't be patched together.
     #[error(transparent)]
     Plan(#[from] PlanError),

@@ -7,9 +7,13 @@
 //! | traced | redirected | the pad | |
 //! |---|---|---|---|
 //! | no | no | its original bytes | |
-//! | yes | no | calls the logger | which goes on in the function |
+//! | by a call | no | calls the logger | which goes on in the function |
+//! | by a trap | no | is a trap | which leaves the guest, is recorded, and goes on behind it |
 //! | no | yes | jumps to the new function | |
-//! | yes | yes | jumps to a stub | which calls the logger and jumps to the new function |
+//! | either way | yes | jumps to a stub | which calls the logger and jumps to the new function |
+//!
+//! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
+//! is executed from a copy in the region that jumps back behind it.
 //!
 //! A change of wants is one [`Patchset`](crate::patch::Patchset) and one stop, whatever the pads held
 //! before. Loggers and stubs are never overwritten: a task may stand in them for as long as it likes.
@@ -24,7 +28,7 @@ use crate::arch::{Logger, PadBytes, PadLayout, assemble_stub, stub_ip};
 use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::Left;
-use crate::region::Part;
+use crate::region::{Part, Trap};
 
 mod change;
 mod error;
@@ -33,15 +37,26 @@ pub(crate) mod place;
 mod stops;
 #[cfg(test)]
 mod tests;
+mod traps;
 
 use change::Step;
 pub use error::{HookError, ReleaseError};
 
+/// How calls of a function are noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Method {
+    /// Its pad calls a trampoline, and the guest goes on by itself.
+    #[default]
+    Call,
+    /// A trap takes the vCPU out of the guest, and the engine records the call.
+    Trap,
+}
+
 /// What a pad is wanted for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Want {
-    /// Whether its function is traced.
-    pub traced: bool,
+    /// Whether its function is traced, and how.
+    pub traced: Option<Method>,
     /// The function that is called in place of its own.
     pub redirect: Option<Gva>,
 }
@@ -153,6 +168,10 @@ pub struct Hooks<'m> {
     loggers: BTreeMap<u16, Gva>,
     stubs: Vec<Stub>,
     hooks: BTreeMap<Gva, Hook>,
+    /// Traps that are or may be in the guest.
+    traps: BTreeMap<Gva, Trap>,
+    /// Copies of the first instructions of functions without pads.
+    copies: BTreeMap<Gva, Gva>,
 }
 
 impl<'m> Hooks<'m> {
@@ -166,6 +185,8 @@ impl<'m> Hooks<'m> {
             loggers: BTreeMap::new(),
             stubs: Vec::new(),
             hooks: BTreeMap::new(),
+            traps: BTreeMap::new(),
+            copies: BTreeMap::new(),
         }
     }
 
@@ -200,7 +221,8 @@ impl<'m> Hooks<'m> {
             .collect();
         pads.refused.retain(|refused| !ours.contains_key(&refused.at));
         pads.sites.retain(|site| !ours.contains_key(&site.at));
-        pads.sites.extend(ours.into_values().cloned());
+        let padded = ours.into_values().filter(|site| !site.is_unpadded());
+        pads.sites.extend(padded.cloned());
         pads.sites.sort_by_key(|site| site.at);
         Ok(pads)
     }
@@ -297,7 +319,14 @@ impl<'m> Hooks<'m> {
     /// What the pad of `site` has to hold.
     fn bytes(&mut self, site: &Site, want: Want) -> Result<PadBytes, HookError> {
         let arch = self.kernel.arch();
-        if want.traced {
+        if site.is_unpadded() {
+            return match want {
+                Want { traced: None, redirect: None } => Ok(site.original),
+                Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
+                Want { .. } => self.trap(site),
+            };
+        }
+        if want.traced.is_some() {
             self.prepare_tracing()?;
         }
         if want.redirect.is_some() && site.prefix.signs {
@@ -307,10 +336,13 @@ impl<'m> Hooks<'m> {
             });
         }
         Ok(match (want.traced, want.redirect) {
-            (false, None) => site.original,
-            (true, None) => arch.encode_branch(site.at, self.loggers[&site.layout.resume])?,
-            (false, Some(to)) => arch.encode_jump(site.at, to)?,
-            (true, Some(to)) => arch.encode_jump(site.at, self.stub(site.at, to)?)?,
+            (None, None) => site.original,
+            (Some(Method::Trap), None) => self.trap(site)?,
+            (Some(Method::Call), None) => {
+                arch.encode_branch(site.at, self.loggers[&site.layout.resume])?
+            }
+            (None, Some(to)) => arch.encode_jump(site.at, to)?,
+            (Some(_), Some(to)) => arch.encode_jump(site.at, self.stub(site.at, to)?)?,
         })
     }
 }

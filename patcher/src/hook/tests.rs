@@ -41,10 +41,10 @@ fn branch_of(at: Gva, bytes: &[u8]) -> (Gva, bool) {
     (target, bytes[0] == 0xe8)
 }
 
-const TRACED: Want = Want { traced: true, redirect: None };
+const TRACED: Want = Want { traced: Some(Method::Call), redirect: None };
 
 fn redirected(to: Gva) -> Want {
-    Want { traced: false, redirect: Some(to) }
+    Want { traced: None, redirect: Some(to) }
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn a_pad_does_what_it_is_wanted_for() {
     assert!(is_call);
     change(&mut hooks, redirected(place.target(0)));
     assert_eq!(place.branch(0), (place.target(0), false));
-    change(&mut hooks, Want { traced: true, redirect: Some(place.target(0)) });
+    change(&mut hooks, Want { traced: Some(Method::Call), redirect: Some(place.target(0)) });
     let [stub] = hooks.stubs() else { panic!("{:?}", hooks.stubs()) };
     assert_eq!(place.branch(0), (stub.at, false));
     assert_eq!((stub.pad, stub.to, stub.ip), (site.at, place.target(0), stub.at + 5));
@@ -74,7 +74,7 @@ fn a_pad_does_what_it_is_wanted_for() {
     assert_eq!(branch_of(stub.ip, &code[5..]), (place.target(0), false));
     // The same stub serves again.
     change(&mut hooks, TRACED);
-    change(&mut hooks, Want { traced: true, redirect: Some(place.target(0)) });
+    change(&mut hooks, Want { traced: Some(Method::Call), redirect: Some(place.target(0)) });
     assert_eq!(hooks.stubs().len(), 1);
     change(&mut hooks, Want::default());
     assert_eq!(place.pads(), place.originals());
@@ -176,18 +176,19 @@ fn a_kernel_that_is_gone_is_not_written_to() {
 
 #[derive(Debug, Clone)]
 enum Change {
-    Trace(usize, bool),
+    Trace(usize, Option<Method>),
     Redirect(usize, Option<u64>),
-    Several(Vec<(usize, bool, Option<u64>)>),
+    Several(Vec<(usize, Option<Method>, Option<u64>)>),
 }
 
 fn change() -> impl Strategy<Value = Change> {
     let function = || 0..FUNCTIONS.len();
+    let traced = || prop::option::of(prop_oneof![Just(Method::Call), Just(Method::Trap)]);
     let target = || prop::option::weighted(0.7, 0..3_u64);
     prop_oneof![
-        (function(), any::<bool>()).prop_map(|(function, traced)| Change::Trace(function, traced)),
+        (function(), traced()).prop_map(|(function, traced)| Change::Trace(function, traced)),
         (function(), target()).prop_map(|(function, to)| Change::Redirect(function, to)),
-        prop::collection::btree_map(function(), (any::<bool>(), target()), 1..4).prop_map(|all| {
+        prop::collection::btree_map(function(), (traced(), target()), 1..4).prop_map(|all| {
             Change::Several(all.into_iter().map(|(at, (traced, to))| (at, traced, to)).collect())
         }),
     ]
@@ -227,19 +228,28 @@ proptest! {
             for function in FUNCTIONS {
                 let site = &place.sites[function];
                 match model[function] {
-                    Want { traced: false, redirect: None } => {
+                    Want { traced: None, redirect: None } => {
                         prop_assert_eq!(place.pad(function), site.original);
                     }
-                    Want { traced: true, redirect: None } => prop_assert!(place.branch(function).1),
-                    Want { traced: false, redirect: Some(to) } => {
+                    Want { traced: Some(Method::Call), redirect: None } => {
+                        prop_assert!(place.branch(function).1);
+                    }
+                    Want { traced: Some(Method::Trap), redirect: None } => {
+                        let pad = place.pad(function);
+                        prop_assert_eq!((&pad[..2], &pad[2..]), (&[0xe6, 0xe8][..], &site.original[2..]));
+                    }
+                    Want { traced: None, redirect: Some(to) } => {
                         prop_assert_eq!(place.branch(function), (to, false));
                     }
-                    Want { traced: true, redirect: Some(to) } => {
+                    Want { traced: Some(_), redirect: Some(to) } => {
                         let stub = hooks.stubs().iter().find(|s| s.pad == site.at && s.to == to);
                         prop_assert_eq!(place.branch(function), (stub.unwrap().at, false));
                     }
                 }
                 prop_assert_eq!(hooks.want(site.at), model[function]);
+                // The engine answers the traps that are there and no others.
+                let is_trapped = place.pad(function)[0] == 0xe6;
+                prop_assert_eq!(place.guest.traps().at(site.at).is_some(), is_trapped);
             }
         }
         drop(hooks);
@@ -266,7 +276,7 @@ impl Drop for File {
 /// What happens to these functions one after the other in the tests of faults and of kills.
 fn story(place: &Place) -> Vec<Vec<(&Site, Want)>> {
     let [a, b, c, _] = &place.sites[..] else { panic!("there are four") };
-    let both = Want { traced: true, redirect: Some(place.target(0)) };
+    let both = Want { traced: Some(Method::Call), redirect: Some(place.target(0)) };
     vec![
         vec![(a, TRACED), (b, TRACED)],
         vec![(a, both), (b, both), (c, redirected(place.target(1)))],

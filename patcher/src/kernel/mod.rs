@@ -26,6 +26,7 @@ mod tasks;
 #[cfg(test)]
 mod tests;
 mod types;
+mod unpadded;
 
 pub use build_id::{BuildId, BuildIdError};
 pub use entries::NewTable;

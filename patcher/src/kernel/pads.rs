@@ -40,6 +40,14 @@ pub struct Site {
     pub original: PadBytes,
 }
 
+impl Site {
+    /// Whether it is the first instruction of a function that has no pad.
+    #[must_use]
+    pub fn is_unpadded(&self) -> bool {
+        *self.layout == PadLayout::NONE
+    }
+}
+
 /// A pad that is left alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
@@ -93,6 +101,19 @@ pub enum Refusal {
         /// What stands there.
         found: PadBytes,
     },
+    /// It is the first instruction of a function without a pad, and is too short for a trap or can be executed nowhere
+    /// else.
+    #[error(
+        "the function has no pad and begins with {found}, which is shorter than a trap or can't be \
+         executed elsewhere"
+    )]
+    Immovable {
+        /// What the function begins with.
+        found: PadBytes,
+    },
+    /// It has no pad, and lies or may lie in code that is entered on a user's stack or page tables.
+    #[error("the function has no pad, and is or may be the kernel's entry code")]
+    Entry,
     /// It goes on in another page.
     #[error("it crosses into another page")]
     CrossesPage,
@@ -115,6 +136,8 @@ impl Refusal {
             Refusal::Module => "in modules",
             Refusal::UnknownBytes { .. } => "of unknown bytes",
             Refusal::UnknownPrefix { .. } => "behind unknown bytes",
+            Refusal::Immovable { .. } => "without a pad, and not to be trapped",
+            Refusal::Entry => "entry code",
             Refusal::CrossesPage => "across two pages",
             Refusal::NotMapped => "not mapped",
         }

@@ -1,6 +1,6 @@
 //! A synthetic guest as a machine: nothing runs, so stopping it costs nothing.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
@@ -10,7 +10,7 @@ use crate::machine::{
     Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
 use crate::mem::PhysMem;
-use crate::region::{PART_BYTES, Part, RegionWindow};
+use crate::region::{NoTraps, PART_BYTES, Part, RegionWindow, Traps};
 
 /// Where the region is: beyond the guest's RAM.
 const REGION: Gpa = Gpa(1 << 32);
@@ -55,6 +55,11 @@ impl Machine for Guest {
 
     fn clock_hz(&self) -> u64 {
         1_000_000_000
+    }
+
+    fn set_traps(&self, traps: Arc<Traps>) -> Result<(), NoTraps> {
+        *self.traps.lock().unwrap_or_else(PoisonError::into_inner) = traps;
+        Ok(())
     }
 
     fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {

@@ -9,6 +9,7 @@
 //! Functions of this module panic where a blueprint does not fit the guest's memory.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use vm_memory::{Bytes, GuestMemoryMmap};
 
@@ -16,6 +17,7 @@ use crate::addr::{Gpa, Gva};
 use crate::arch::ByteOrder;
 use crate::kernel::{self, Kernel, Located};
 use crate::machine::{Registers, X86Registers};
+use crate::region::Traps;
 
 #[cfg(test)]
 mod faulty;
@@ -84,6 +86,7 @@ pub struct Guest {
     pub kallsyms: Range<Gva>,
     blueprint: Blueprint,
     region: machine::Region,
+    traps: Mutex<Arc<Traps>>,
 }
 
 /// A function of a synthetic guest.
@@ -159,6 +162,7 @@ impl Guest {
             kallsyms: Gva(0)..Gva(0),
             blueprint: blueprint.clone(),
             region: machine::Region::new(),
+            traps: Mutex::default(),
         };
         guest.write_text();
         guest.write_records();
@@ -208,6 +212,12 @@ impl Guest {
     /// Writes a 64-bit value at an address of the image or of the direct map.
     pub fn poke_u64(&self, va: Gva, value: u64) {
         self.poke(va, &value.to_le_bytes());
+    }
+
+    /// The traps that it was last told to answer.
+    #[must_use]
+    pub fn traps(&self) -> Arc<Traps> {
+        Arc::clone(&self.traps.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Reads memory at an address of the image or of the direct map.

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 
 use super::filter::{Filter, FilterError};
-use crate::hook::Hooks;
+use crate::hook::{Hooks, Method};
 use crate::kernel::{Kernel, Pads, PadsError, Refused, Site};
 use crate::machine::Machine;
 
 /// The functions that are to be traced.
 #[derive(Debug)]
 pub struct Selection {
+    /// How those are to be traced that are not traced yet.
+    pub method: Method,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -54,6 +56,29 @@ impl Selection {
         Ok(Self::among(hooks.pads()?, filter)?)
     }
 
+    /// Chooses functions that are to be trapped: among the pads as they are now, and of the functions without
+    /// pads those that the filter names as they are called, without a wildcard.
+    ///
+    /// # Errors
+    /// [`SelectError`].
+    pub fn trapping(hooks: &Hooks<'_>, filter: &Filter) -> Result<Self, SelectError> {
+        let mut pads = hooks.pads()?;
+        for glob in &filter.only {
+            let name = glob.pattern();
+            let mut known = pads.sites.iter().map(|site| &*site.name);
+            let mut refused = pads.refused.iter().map(|refused| &*refused.name);
+            if known.any(|known| known == name) || refused.any(|refused| refused == name) {
+                continue;
+            }
+            match hooks.unpadded(name) {
+                Some(Ok(site)) => pads.sites.push(site),
+                Some(Err(refused)) => pads.refused.push(refused),
+                None => {}
+            }
+        }
+        Ok(Self { method: Method::Trap, ..Self::among(pads, filter)? })
+    }
+
     /// Chooses among these pads.
     ///
     /// # Errors
@@ -67,7 +92,7 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { sites, refused, pads })
+        Ok(Self { method: Method::Call, sites, refused, pads })
     }
 }
 

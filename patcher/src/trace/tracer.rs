@@ -121,7 +121,7 @@ impl<'m, S> Tracer<'m, S> {
     pub fn armed_pads(&self, hooks: &Hooks<'m>) -> impl Iterator<Item = (Gva, u32)> {
         let members = self.members.iter().filter(|member| {
             let at = member.listed.at;
-            hooks.want(at).traced && hooks.is_in_force(at)
+            hooks.want(at).traced.is_some() && hooks.is_in_force(at)
         });
         members.map(|member| (member.listed.at, member.wanted_by.count_ones()))
     }
@@ -150,8 +150,8 @@ impl<'m, S> Tracer<'m, S> {
         }
         let wants: Vec<(&Site, Want)> = (selection.sites.iter())
             .map(|site| (site, hooks.want(site.at)))
-            .filter(|(_, want)| !want.traced)
-            .map(|(site, want)| (site, Want { traced: true, ..want }))
+            .filter(|(_, want)| want.traced.is_none())
+            .map(|(site, want)| (site, Want { traced: Some(selection.method), ..want }))
             .collect();
         let indices: Vec<usize> =
             selection.sites.iter().map(|site| self.member(site, hooks)).collect();
@@ -183,7 +183,7 @@ impl<'m, S> Tracer<'m, S> {
         let ip = record_ip(site.at, &site.original);
         let index = self.names.index_of(ip.0 as u32);
         if let Some(index) = index
-            && hooks.want(site.at).traced
+            && hooks.want(site.at).traced.is_some()
         {
             return index;
         }
@@ -217,8 +217,8 @@ impl<'m, S> Tracer<'m, S> {
         let wants: Vec<(&Site, Want)> = (self.members.iter())
             .filter(|member| member.wanted_by == 0)
             .map(|member| (&member.listed, hooks.want(member.listed.at)))
-            .filter(|(_, want)| want.traced)
-            .map(|(site, want)| (site, Want { traced: false, ..want }))
+            .filter(|(_, want)| want.traced.is_some())
+            .map(|(site, want)| (site, Want { traced: None, ..want }))
             .collect();
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let result = hooks.release(&wants, look);

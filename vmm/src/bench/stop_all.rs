@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::Duration;
 
-use patcher::hook::{Changed, HookError, Hooks, ReleaseError, Want};
+use patcher::hook::{Changed, HookError, Hooks, Method, ReleaseError, Want};
 use patcher::kernel::Site;
 use patcher::machine::{StopError, StopTimes};
 use patcher::patch::Foreign;
@@ -124,11 +124,11 @@ impl StopAll<'_> {
         gaps: &mut dyn Gaps,
         mut each: impl FnMut(&Round) -> ControlFlow<()>,
     ) -> Result<(), StopAllError> {
-        let wants = |traced| -> Vec<(&Site, Want)> {
+        let wants = |traced: Option<Method>| -> Vec<(&Site, Want)> {
             let want = Want { traced, ..Want::default() };
             self.sites.iter().map(|site| (site, want)).collect()
         };
-        let (patched, reverted) = (wants(true), wants(false));
+        let (patched, reverted) = (wants(Some(Method::Call)), wants(None));
         for round in 0..self.warm_up + self.rounds {
             let done = self.round(hooks, gaps, &patched, &reverted)?;
             if round >= self.warm_up && each(&done).is_break() {

@@ -22,7 +22,7 @@ use super::output::{Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
-use super::trace_options::Tracer;
+use super::trace_options::{Method, Tracer};
 use super::{is_broken_pipe, report, say};
 use crate::signals::{self, EndSignal};
 
@@ -44,6 +44,10 @@ pub struct Options {
     /// Don't trace functions that match, even if a filter does; may be given several times
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     notrace: Vec<String>,
+
+    /// How calls are noticed
+    #[arg(long, value_name = "METHOD", default_value = "call")]
+    method: Method,
 
     /// Write the trace to a file; - is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
@@ -104,6 +108,7 @@ pub fn run(options: &Options) -> Result<Status> {
         tracer: options.tracer.into(),
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
+        method: options.method.into(),
     };
     let begun = begin(&options.name, &request, &stop, &mut progress);
     progress.clear();

@@ -34,6 +34,10 @@ pub struct TraceOptions {
     )]
     pub notrace: Vec<String>,
 
+    /// How calls are noticed
+    #[arg(long, value_name = "METHOD", requires = "trace", default_value = "call")]
+    pub method: Method,
+
     /// Write the trace to a file; - is standard output, the default
     #[arg(short, long, value_name = "FILE", requires = "trace")]
     pub output: Option<Output>,
@@ -44,6 +48,25 @@ pub struct TraceOptions {
 pub enum Tracer {
     /// Each call of a function, with its caller
     Func,
+}
+
+/// How calls are noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Method {
+    /// The function calls code that vmm provides, and the guest goes on by itself
+    Call,
+    /// Each call takes the CPU out of the guest, like a breakpoint: far slower, on KVM only, and
+    /// good also for functions that the kernel can't trace itself, which a filter names in full
+    Trap,
+}
+
+impl From<Method> for protocol::Method {
+    fn from(method: Method) -> Self {
+        match method {
+            Method::Call => Self::Call,
+            Method::Trap => Self::Trap,
+        }
+    }
 }
 
 impl From<Tracer> for protocol::Tracer {
@@ -63,6 +86,11 @@ impl TraceOptions {
     /// What is traced, if anything is.
     pub fn request(&self) -> Option<TraceRequest> {
         let tracer = self.trace?.into();
-        Some(TraceRequest { tracer, filter: self.filter.clone(), notrace: self.notrace.clone() })
+        Some(TraceRequest {
+            tracer,
+            filter: self.filter.clone(),
+            notrace: self.notrace.clone(),
+            method: self.method.into(),
+        })
     }
 }

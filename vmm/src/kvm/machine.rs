@@ -2,6 +2,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use patcher::addr::Gpa;
@@ -9,7 +10,7 @@ use patcher::machine::{
     Machine, Registers, StopError, StopTimes, Stopped, TextWrite, TextWriteError,
 };
 use patcher::mem::PhysMem;
-use patcher::region::{Part, RegionWindow};
+use patcher::region::{NoTraps, Part, RegionWindow, Traps};
 
 use super::crew::NotStepped;
 use super::vm::Vm;
@@ -30,6 +31,11 @@ impl Machine for Vm {
 
     fn clock_hz(&self) -> u64 {
         self.clock_hz
+    }
+
+    fn set_traps(&self, traps: Arc<Traps>) -> Result<(), NoTraps> {
+        self.shared.set_traps(traps);
+        Ok(())
     }
 
     fn sample(&self, vcpu: usize) -> Result<Registers, StopError> {

@@ -19,6 +19,7 @@ mod paging;
 mod probe;
 mod shared;
 mod state;
+mod traps;
 mod vcpu;
 mod vm;
 

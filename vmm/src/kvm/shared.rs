@@ -1,9 +1,10 @@
 //! What the vCPU threads of a machine and its owner share.
 
-use std::sync::atomic::AtomicU64;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use patcher::region::Traps;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::crew::Crew;
@@ -14,9 +15,12 @@ use crate::exit::GuestExit;
 pub(super) struct Shared {
     pub(super) crew: Crew,
     pub(super) memory: Memory,
-    pub(super) ports: std::sync::Arc<Ports>,
+    pub(super) ports: Arc<Ports>,
     /// Writes of the guest to what it may only read of the region, which went nowhere.
     pub(super) refused_writes: AtomicU64,
+    traps: RwLock<Arc<Traps>>,
+    /// Whether there are any of them.
+    trapping: AtomicBool,
     life: Mutex<Life>,
     changed: Condvar,
     /// Readable from the guest's end on.
@@ -35,12 +39,31 @@ impl Shared {
         Ok(Self {
             crew,
             memory,
-            ports: std::sync::Arc::new(ports),
+            ports: Arc::new(ports),
             refused_writes: AtomicU64::new(0),
+            traps: RwLock::default(),
+            trapping: AtomicBool::new(false),
             life: Mutex::new(life),
             changed: Condvar::new(),
             ended: EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK)?,
         })
+    }
+
+    /// Has vCPUs answer these traps.
+    pub(super) fn set_traps(&self, traps: Arc<Traps>) {
+        let some = !traps.is_empty();
+        *self.traps.write().unwrap_or_else(PoisonError::into_inner) = traps;
+        self.trapping.store(some, Ordering::SeqCst);
+    }
+
+    /// The traps.
+    pub(super) fn traps(&self) -> Arc<Traps> {
+        Arc::clone(&self.traps.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether there are any.
+    pub(super) fn is_trapping(&self) -> bool {
+        self.trapping.load(Ordering::SeqCst)
     }
 
     /// Ends the guest. Only the first reason counts: the rest follows from it.

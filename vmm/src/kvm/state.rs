@@ -22,7 +22,7 @@ const EFER_NXE: u64 = 1 << 11;
 /// Bit 1 is always set.
 const RFLAGS_RESERVED: u64 = 1 << 1;
 
-const MSR_IA32_TSC: u32 = 0x10;
+pub(super) const MSR_IA32_TSC: u32 = 0x10;
 const MSR_IA32_SYSENTER_CS: u32 = 0x174;
 const MSR_IA32_SYSENTER_ESP: u32 = 0x175;
 const MSR_IA32_SYSENTER_EIP: u32 = 0x176;

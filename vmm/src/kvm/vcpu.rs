@@ -10,11 +10,12 @@ use kvm_bindings::{
     KVM_INTERNAL_ERROR_UNEXPECTED_EXIT_REASON, Msrs, kvm_guest_debug, kvm_msr_entry,
 };
 use kvm_ioctls::{SyncReg, VcpuExit, VcpuFd};
+use patcher::arch::x86_64::TRAP_PORT;
 use patcher::machine::X86Registers;
 
 use super::crew::{Enlisted, Next};
 use super::shared::Shared;
-use super::state::{self, MSR_KERNEL_GS_BASE};
+use super::state::{self, MSR_IA32_TSC, MSR_KERNEL_GS_BASE};
 use crate::devices::PowerRequest;
 use crate::exit::GuestExit;
 
@@ -25,6 +26,8 @@ pub(super) struct Vcpu {
     pub(super) shared: Arc<Shared>,
     /// Made once: nothing is allocated when the vCPU comes to a stand.
     gs_base: Msrs,
+    /// The same for the clock, read at each trap.
+    pub(super) clock: Msrs,
 }
 
 /// How a KVM_RUN ended.
@@ -41,7 +44,7 @@ enum Ran {
 }
 
 /// Why the guest is over.
-enum End {
+pub(super) enum End {
     Asked(PowerRequest),
     Shutdown,
     EntryFailed { reason: u64, host_cpu: u32 },
@@ -51,10 +54,13 @@ enum End {
 
 impl Vcpu {
     pub(super) fn new(index: usize, fd: VcpuFd, shared: Arc<Shared>) -> std::io::Result<Self> {
-        let entry = kvm_msr_entry { index: MSR_KERNEL_GS_BASE, ..Default::default() };
-        let gs_base = Msrs::from_entries(&[entry])
-            .map_err(|error| std::io::Error::other(error.to_string()))?;
-        Ok(Self { index, fd, shared, gs_base })
+        let msr = |index| {
+            let entry = kvm_msr_entry { index, ..Default::default() };
+            let msrs = Msrs::from_entries(&[entry]);
+            msrs.map_err(|error| std::io::Error::other(error.to_string()))
+        };
+        let (gs_base, clock) = (msr(MSR_KERNEL_GS_BASE)?, msr(MSR_IA32_TSC)?);
+        Ok(Self { index, fd, shared, gs_base, clock })
     }
 
     /// The thread's whole life.
@@ -159,6 +165,7 @@ impl Vcpu {
         let index = *index;
         match self.fd.run() {
             Ok(VcpuExit::IoIn(port, data)) => shared.ports.read(port, data),
+            Ok(VcpuExit::IoOut(TRAP_PORT, _)) if shared.is_trapping() => self.trapped()?,
             Ok(VcpuExit::IoOut(port, data)) => {
                 let is_wanted = || shared.crew.is_wanted(index);
                 if let Some(request) = shared.ports.write(index, port, data, is_wanted) {

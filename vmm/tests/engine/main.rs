@@ -8,3 +8,4 @@ mod serial;
 mod stock;
 mod stops;
 mod toys;
+mod traps;

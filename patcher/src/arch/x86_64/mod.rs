@@ -14,12 +14,15 @@ use super::{
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 
+mod movable;
 mod pads;
 pub mod paging;
 mod relocations;
 mod returns;
 mod stacks;
 mod trampoline;
+
+pub use pads::TRAP_PORT;
 
 /// The x86_64 architecture.
 #[derive(Debug)]
@@ -98,6 +101,14 @@ impl Arch for X86_64 {
 
     fn encode_jump(&self, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
         pads::encode_jump(at, to)
+    }
+
+    fn encode_trap(&self, original: &[u8]) -> Option<PadBytes> {
+        pads::encode_trap(original)
+    }
+
+    fn movable(&self, text: &[u8]) -> Option<usize> {
+        movable::length(text)
     }
 
     fn region_window(&self, kernel: &KernelPlace, _memory: &Range<Gpa>) -> Range<Gva> {

@@ -70,6 +70,22 @@ pub(super) fn encode_jump(at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
     encode(JMP, at, to)
 }
 
+/// The port that traps write to. A PC has nothing there.
+pub const TRAP_PORT: u16 = 0xe8;
+
+/// `out %al, $TRAP_PORT` in place of an instruction's first two bytes. The bytes behind them stay, so that
+/// its length does.
+///
+/// A write to a port leaves the guest on every KVM and changes no register and no flag. `int3` does not
+/// leave guests of the AMD-V that QEMU emulates, nor can a KVM that emulates execute it, and it is what the
+/// guest's own probes are made of.
+pub(super) fn encode_trap(original: &[u8]) -> Option<PadBytes> {
+    const OUT: u8 = 0xe6;
+    let mut bytes = PadBytes::new(original);
+    bytes.get_mut(..2)?.copy_from_slice(&[OUT, TRAP_PORT as u8]);
+    Some(bytes)
+}
+
 fn encode(opcode: u8, at: Gva, to: Gva) -> Result<PadBytes, OutOfReach> {
     let distance = to.0.wrapping_sub((at + LEN as u64).0) as i64;
     let displacement =

@@ -9,7 +9,7 @@ use super::*;
 use crate::arch::x86_64::X86_64;
 use crate::arch::{Arch, PadBytes, PadState};
 use crate::hook::place::{FUNCTIONS, Place};
-use crate::hook::{HookError, Want};
+use crate::hook::{HookError, Method, Want};
 use crate::journal::Journal;
 use crate::kernel::{Refusal, Site};
 use crate::livepatch::tests::compiler;
@@ -263,7 +263,7 @@ fn a_stub_that_leads_to_a_payload_counts_as_part_of_it() {
     let (mut hooks, mut patches) = (place.hooks(), Patches::new());
     let id = apply(&mut patches, &mut hooks, &ONE, &plain()).id;
     let there = place.jumps()[0];
-    let want = Want { traced: true, ..hooks.want(place.sites[0].at) };
+    let want = Want { traced: Some(Method::Call), ..hooks.want(place.sites[0].at) };
     hooks.change(&[(&place.sites[0], want)], Foreign::Refuse, &mut ()).unwrap();
     assert_eq!(place.jumps()[0], Some(hooks.stubs()[0].at));
     // Preempted in the logger, with the stub's address on the stack.
@@ -273,7 +273,7 @@ fn a_stub_that_leads_to_a_payload_counts_as_part_of_it() {
     assert_eq!(place.guest.peek(place.sites[0].at, 1), [0xe8]);
     apply(&mut patches, &mut hooks, &ONE, &plain());
     assert_ne!(patches.list(&hooks)[1].functions[0].new, there.unwrap());
-    assert!(hooks.want(place.sites[0].at).traced);
+    assert!(hooks.want(place.sites[0].at).traced.is_some());
 }
 
 #[test]
@@ -480,7 +480,7 @@ proptest! {
                 Step::Trace(function, on) => {
                     traced[function] = on;
                     let site = &place.sites[function];
-                    let want = Want { traced: on, ..hooks.want(site.at) };
+                    let want = Want { traced: on.then_some(Method::Call), ..hooks.want(site.at) };
                     hooks.change(&[(site, want)], Foreign::Refuse, &mut ()).unwrap();
                 }
                 Step::Apply(file, replace) => {

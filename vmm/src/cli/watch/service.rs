@@ -15,7 +15,8 @@ use patcher::trace::session::LAST_RECORDS;
 use patcher::trace::sink::{Beginning, Sink};
 use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
 use vmm::control::protocol::{
-    self, End, EndReason, Info, Pad, Refusal, RefusalKind, State, Totals, TraceInfo, TraceRequest,
+    self, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals, TraceInfo,
+    TraceRequest,
 };
 use vmm::control::{Command, Outbox, TraceWanted};
 
@@ -113,7 +114,7 @@ impl<'m> Service<'m> {
     pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
         let (machine, kernel) = (self.machine, self.kernel);
         let (hooks, tracer) = self.tracer()?;
-        let selection = Selection::beside(hooks, &filter(&request))?;
+        let selection = select(hooks, &request)?;
         let beginning = Beginning { cpus: machine.vcpus(), contexts: false };
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
@@ -392,7 +393,7 @@ impl<'m> Service<'m> {
         }
         let (hooks, tracer) =
             self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
-        let selection = Selection::beside(hooks, &filter(request)).map_err(|error| {
+        let selection = select(hooks, request).map_err(|error| {
             let kind = match error {
                 SelectError::Filter(_) => RefusalKind::Refused,
                 _ => RefusalKind::Failed,
@@ -416,9 +417,13 @@ fn failed(message: impl Into<String>) -> Refusal {
 }
 
 /// The functions that are asked for.
-fn filter(request: &TraceRequest) -> Filter {
+fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, SelectError> {
     let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
-    Filter { only: globs(&request.filter), except: globs(&request.notrace) }
+    let filter = Filter { only: globs(&request.filter), except: globs(&request.notrace) };
+    match request.method {
+        Method::Call => Selection::beside(hooks, &filter),
+        Method::Trap => Selection::trapping(hooks, &filter),
+    }
 }
 
 /// What is said of a trace that begins.

@@ -13,7 +13,8 @@ pub use patches::{
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
-    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, Totals, TraceInfo, TraceRequest, Tracer,
+    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, Method, Totals, TraceInfo, TraceRequest,
+    Tracer,
 };
 
 /// The one version of the protocol that there is.

@@ -16,6 +16,26 @@ pub struct TraceRequest {
     /// Globs of the functions not to trace.
     #[serde(default)]
     pub notrace: Vec<String>,
+    /// How calls are noticed of functions that are not traced yet.
+    #[serde(default, skip_serializing_if = "Method::is_call")]
+    pub method: Method,
+}
+
+/// How calls of a function are noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Method {
+    /// The function's pad calls a trampoline.
+    #[default]
+    Call,
+    /// Each call takes the CPU out of the guest, like a breakpoint.
+    Trap,
+}
+
+impl Method {
+    fn is_call(&self) -> bool {
+        *self == Self::Call
+    }
 }
 
 /// What is recorded.

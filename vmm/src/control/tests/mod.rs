@@ -98,7 +98,12 @@ impl Drop for Guest {
 }
 
 fn request() -> TraceRequest {
-    TraceRequest { tracer: protocol::Tracer::Func, filter: vec!["a*".into()], notrace: vec![] }
+    TraceRequest {
+        tracer: protocol::Tracer::Func,
+        filter: vec!["a*".into()],
+        notrace: vec![],
+        method: protocol::Method::Call,
+    }
 }
 
 fn status() -> Status {
