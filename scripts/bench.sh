@@ -20,6 +20,9 @@ say "vmm bench stop-all, a bare guest"
 target/release/vmm bench stop-all --cpus 1,2,4 --sites 1,10,100,1000,all --rounds 200 \
     --json "$results/stop-all.json" --plot "$plots/stop-all.svg"
 
+say "side by side with a guest's own ftrace, a debugger and traps; boots guests under emulation"
+bench side_by_side | tee >(cat >&2) | grep -a "^{" > "$results/side-by-side.jsonl"
+
 say "parts of stops, finding a kernel, draining, the control socket (not in the document)"
 bench standstill
 bench discovery

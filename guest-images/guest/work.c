@@ -20,6 +20,11 @@
  *   exec:PATH          runs a shell script
  *   shell              runs each line of standard input as a shell script, until one says "exit", and
  *                      prints "VMM-SHELL-END STATUS" behind what it prints
+ *   lseeks:N           N calls of lseek(2) on /dev/null, one call of null_lseek each; prints
+ *                      "VMM-LSEEKS ns=T" for all of them
+ *   put:FILE:TEXT      writes a line to a file in one write, and prints "VMM-PUT FILE ns=T" for that
+ *   gap:FILE           looks at the clock until FILE exists, and prints "VMM-GAP ns=T", the longest time
+ *                      from one look to the next
  *   null-lseek:FILE    asks for offsets in /dev/null until FILE exists
  *   loadavg:FILE       reads /proc/loadavg and sysinfo(2) in turn until FILE exists
  *   pipe-read:FILE     reads a byte from a pipe, which comes when FILE exists
@@ -104,6 +109,13 @@ static long milliseconds(void)
 	struct timespec now;
 	clock_gettime(CLOCK_MONOTONIC, &now);
 	return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+static long nanoseconds(void)
+{
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 static long proc_read(void)
@@ -337,6 +349,51 @@ static long say_answers(void)
 	return answers[OLD] + answers[NEW] + answers[WRONG];
 }
 
+static long lseeks(void)
+{
+	long count = number(0);
+	int file = open("/dev/null", O_RDONLY);
+	if (file < 0)
+		fail("open /dev/null: %s", strerror(errno));
+	long begin = nanoseconds();
+	for (long i = 0; i < count; i++)
+		lseek(file, 0, SEEK_SET);
+	say("VMM-LSEEKS ns=%ld\n", nanoseconds() - begin);
+	return count;
+}
+
+static long put(void)
+{
+	char line[256];
+	int length = snprintf(line, sizeof line, "%s\n", argument(1));
+	int file = open(argument(0), O_WRONLY);
+	if (file < 0)
+		fail("open: %s", strerror(errno));
+	long begin = nanoseconds();
+	if (write(file, line, length) != length)
+		fail("write: %s", strerror(errno));
+	say("VMM-PUT %s ns=%ld\n", argument(0), nanoseconds() - begin);
+	return 1;
+}
+
+static long gap(void)
+{
+	const char *end = argument(0);
+	long longest = 0, looks = 0;
+	while (!exists(end)) {
+		/* Whatever looking for the file takes is no gap. */
+		long before = nanoseconds();
+		for (int i = 0; i < 100000; i++, looks++) {
+			long now = nanoseconds();
+			if (now - before > longest)
+				longest = now - before;
+			before = now;
+		}
+	}
+	say("VMM-GAP ns=%ld\n", longest);
+	return looks;
+}
+
 static long null_lseek(void)
 {
 	const char *end = argument(0);
@@ -421,6 +478,7 @@ static const struct {
 	{ "scribble", scribble },   { "delay", idle },	    { "wait-console-line", wait_console_line },
 	{ "pipe", pipe_read },	    { "threads", threads },
 	{ "exec", exec },	    { "shell", shell },
+	{ "lseeks", lseeks },	    { "put", put },	    { "gap", gap },
 	{ "null-lseek", null_lseek }, { "loadavg", loadavg },
 	{ "pipe-read", pipe_until },
 };

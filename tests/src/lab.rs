@@ -1,5 +1,6 @@
 //! `vmm` in the nested lab: an emulated machine with KVM, in which stock guests run.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -116,20 +117,23 @@ pub fn vmm_run(series: Series, options: &str, cmdline: &str) -> String {
     )
 }
 
-/// The `vmm` program, built if need be: cargo builds a package's programs for its own tests only.
+/// The `vmm` program of this program's profile, built if need be: cargo builds a package's programs for
+/// its own tests only.
 ///
 /// # Panics
 /// It can't be built.
 #[must_use]
 pub fn vmm() -> PathBuf {
+    // target/PROFILE/deps/THIS-PROGRAM
+    let this = std::env::current_exe().expect("this program's path");
+    let directory = this.parent().and_then(Path::parent).expect("a target directory");
+    let profile = directory.file_name().and_then(OsStr::to_str).expect("a profile's name");
+    let profile = if profile == "debug" { "dev" } else { profile };
     let status = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--package", "vmm", "--bin", "vmm"])
+        .args(["build", "--quiet", "--profile", profile, "--package", "vmm", "--bin", "vmm"])
         .status()
         .expect("cargo");
     assert!(status.success(), "vmm can't be built");
-    // target/PROFILE/deps/THIS-TEST
-    let test = std::env::current_exe().expect("this program's path");
-    let directory = test.parent().and_then(Path::parent).expect("a target directory");
     directory.join("vmm")
 }
 

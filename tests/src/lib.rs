@@ -9,3 +9,4 @@ pub mod lab;
 pub mod patched;
 pub mod redirects;
 pub mod samples;
+pub mod side_by_side;

@@ -17,8 +17,10 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use self::bars::bars;
+use self::side_by_side::side_by_side;
 
 mod bars;
+mod side_by_side;
 
 const BEGIN: &str = "<!-- figures: ";
 const END: &str = "<!-- end of figures -->";
@@ -71,6 +73,7 @@ fn read(results: &Path, name: &str) -> Result<Figures> {
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     let read = match name {
         "stop-all.json" => stops(&text),
+        "side-by-side.jsonl" => side_by_side(&text),
         _ => prices(&text),
     };
     read.with_context(|| format!("understanding {}", path.display()))

@@ -1,0 +1,39 @@
+//! What tracing costs a stock guest, by vmm and by what one would use instead, in one run: in the nested
+//! lab under KVM, and under QEMU's emulation. See `tests/src/bin/side_by_side.rs`, which can be run by hand
+//! where KVM runs stock kernels.
+//!
+//! Everything is emulated here, so that only ratios within one table mean anything.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::{env, fs, process};
+
+use guest_images::{Initramfs, Series, kernel};
+use tests::lab::{INITRD, VmmLab, guest_kernel};
+
+fn main() {
+    // `cargo bench` builds the programs of this package only.
+    let built = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--release", "--package", "tests", "--bin", "side_by_side"])
+        .status()
+        .expect("cargo");
+    assert!(built.success(), "side_by_side can't be built");
+    let bench = env::current_exe().expect("this program's path");
+    let target = bench.ancestors().nth(3).expect("a target directory");
+    let program = target.join("release/side_by_side");
+
+    let initrd: PathBuf = env::temp_dir().join(format!("side-by-side-initrd-{}", process::id()));
+    fs::write(&initrd, Initramfs::new().expect("an initramfs").build()).expect("a file");
+    let path = program.to_str().expect("a path of ASCII");
+    let mut lab = VmmLab::boot(&[Series::V6_1], None, &[path]);
+    let kernel = guest_kernel(Series::V6_1);
+    print!("{}", lab.succeed(&format!("side_by_side kvm {kernel} {INITRD}")).stdout_text());
+    drop(lab);
+
+    let vmlinuz = kernel(Series::V6_1).expect("a stock kernel").vmlinuz;
+    for system in ["qemu", "gdbstub"] {
+        let status = Command::new(&program).arg(system).arg(&vmlinuz).arg(&initrd).status();
+        assert!(status.expect("side_by_side").success(), "{system} failed");
+    }
+    fs::remove_file(&initrd).expect("the bench's own file");
+}
