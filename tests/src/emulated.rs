@@ -12,7 +12,7 @@ use patcher::kernel::{Kernel, Located, MappedRegion, locate};
 use patcher::machine::{Machine, StopError};
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
-use patcher::trace::sink::{Event, Sink};
+use patcher::trace::sink::{Beginning, Event, Sink};
 use vmm::devices::Console;
 use vmm::qemu::{GuestExit, Launch, Qemu};
 
@@ -119,7 +119,7 @@ pub fn signal(name: &str, pid: impl Display) {
 pub struct Nowhere;
 
 impl Sink for Nowhere {
-    fn begin(&mut self, _: usize) -> io::Result<()> {
+    fn begin(&mut self, _: &Beginning<'_>) -> io::Result<()> {
         Ok(())
     }
 

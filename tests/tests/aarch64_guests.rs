@@ -13,7 +13,7 @@ use patcher::kernel::{Kernel, MappedRegion, Refusal};
 use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{Selection, Session};
-use patcher::trace::sink::{Event, Sink};
+use patcher::trace::sink::{Beginning, Event, Sink};
 use tests::emulated::{Folder, a_panic_is_told, every_call_makes_one_record, wait_for_kernel};
 use tests::guest::{Transcript, complaints, text};
 use vmm::devices::Console;
@@ -44,7 +44,7 @@ fn qemu_with(folder: &Folder, cpu: &str) -> PathBuf {
 struct Calls(BTreeMap<(String, String, u16), usize>);
 
 impl Sink for Calls {
-    fn begin(&mut self, _: usize) -> io::Result<()> {
+    fn begin(&mut self, _: &Beginning<'_>) -> io::Result<()> {
         Ok(())
     }
 

@@ -100,7 +100,7 @@ fn an_output_that_can_not_be_written_is_found_before_the_guest_starts() {
     let trace = |output: &str| run(&kernel, &["--trace", "func", "-o", output]);
     says(&refusal(trace("/nonexistent/trace"), 1), &["/nonexistent/trace can't be written"]);
     says(&refusal(trace("/"), 1), &["/ can't be written"]);
-    says(&refusal(trace(&kernel), 1), &["can't be written: it is an input of the guest"]);
+    says(&refusal(trace(&kernel), 1), &["can't be written: it is an input"]);
     assert_eq!(fs::read(&kernel).unwrap(), toy_kernel(SPIN), "the kernel is as it was");
     let console = run(&kernel, &["--console", "/nonexistent/console"]);
     says(&refusal(console, 1), &["/nonexistent/console can't be written"]);
@@ -200,7 +200,7 @@ fn a_benchmark_that_makes_no_sense_is_refused() {
     says(&refusal(bench(&nowhere), 1), &["folder.svg can't be written"]);
     let kernel = folder.file("vmlinuz", &toy_kernel(SPIN));
     let input = format!("--guest stock --kernel {kernel} --json {kernel}");
-    says(&refusal(bench(&input), 1), &["vmlinuz can't be written", "input of the guest"]);
+    says(&refusal(bench(&input), 1), &["vmlinuz can't be written", "it is an input"]);
     let missing = format!("--guest stock --kernel {}", folder.path("missing"));
     says(&refusal(bench(&missing), 1), &["with 1 vCPU: there is no kernel"]);
 }

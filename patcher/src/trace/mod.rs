@@ -4,7 +4,9 @@
 //! with a single client.
 
 mod client;
+mod context;
 pub mod filter;
+mod gaps;
 pub mod merge;
 mod names;
 pub mod ring;

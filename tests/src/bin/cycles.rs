@@ -15,7 +15,7 @@ use patcher::kernel::MappedRegion;
 use patcher::machine::Machine;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
-use patcher::trace::sink::{Event, Sink};
+use patcher::trace::sink::{Beginning, Event, Sink};
 use tests::guest::{Guest, text};
 use vmm::kvm::{GuestExit, Hardware, LinuxBoot};
 
@@ -33,8 +33,8 @@ struct Check {
 }
 
 impl Sink for Check {
-    fn begin(&mut self, cpus: usize) -> io::Result<()> {
-        self.last = vec![0; cpus];
+    fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
+        self.last = vec![0; beginning.cpus];
         Ok(())
     }
 
@@ -85,7 +85,7 @@ fn cycle(guest: &Guest, rounds: u32) -> Result<()> {
         let selection = Selection::new(&kernel, machine, &Filter::default())?;
         let (mut session, armed) = Session::arm(machine, &kernel, &region, &selection)?;
         let mut check = Check::default();
-        check.begin(machine.vcpus())?;
+        check.begin(&Beginning::of(&kernel, machine.vcpus(), false))?;
         let until = Instant::now() + ARMED;
         while Instant::now() < until {
             session.drain(&mut check)?;

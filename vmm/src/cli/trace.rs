@@ -14,11 +14,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Error, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
-use patcher::trace::sink::Sink;
+use patcher::arch::ByteOrder;
+use patcher::trace::sink::{Beginning, Sink};
 use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
-use super::output::{Output, Records};
+use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
@@ -44,6 +45,10 @@ pub struct Options {
     /// Don't trace functions that match, even if a filter does; may be given several times
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     notrace: Vec<String>,
+
+    /// The trace's form. By default what the file's name ends with tells: .dat, .json; else it is ftrace
+    #[arg(long, value_name = "FORMAT")]
+    format: Option<Format>,
 
     /// Write the trace to a file; - is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
@@ -88,7 +93,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 pub fn run(options: &Options) -> Result<Status> {
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
-    let records = Records::open(&options.output, &[] as &[&Path], Arc::clone(&stop))?;
+    let to = Destination { output: options.output.clone(), format: options.format };
+    let records = Records::open(&to, &[] as &[&Path], Arc::clone(&stop))?;
     let mut progress = Progress::new(records.are_on_stdout());
     let (on_signal, stopped) = (Arc::clone(&ends), Arc::clone(&stop));
     signals::on_end_signal(move |signal| {
@@ -168,7 +174,13 @@ fn receive(
     let broken = |error: io::Error| {
         Error::new(error).context(format!("the trace can't be written to {name}"))
     };
-    let mut written = records.begin(armed.cpus);
+    let mut written = records.begin(&Beginning {
+        cpus: armed.cpus,
+        contexts: false,
+        release: &armed.release,
+        architecture: &armed.arch,
+        order: if armed.big_endian { ByteOrder::Big } else { ByteOrder::Little },
+    });
     let mut events = 0;
     let end = loop {
         if written.is_err() {

@@ -6,13 +6,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
 use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
-use patcher::trace::sink::Sink;
+use patcher::trace::sink::{Beginning, Sink};
 use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Pad, Refusal, RefusalKind, State, Totals, TraceInfo, TraceRequest,
@@ -114,7 +115,8 @@ impl<'m> Service<'m> {
         let (machine, kernel) = (self.machine, self.kernel);
         let (hooks, tracer) = self.tracer()?;
         let selection = Selection::beside(hooks, &filter(&request))?;
-        records.begin(machine.vcpus()).map_err(|error| broken(error, records.name()))?;
+        let beginning = Beginning::of(kernel, machine.vcpus(), false);
+        records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
         say(report::armed(&describe(kernel, machine, &selection, &armed)));
@@ -438,5 +440,7 @@ fn describe(
         written: armed.written,
         refused: refused.map(|(why, count)| (why.to_owned(), count)).collect(),
         stop: armed.stop.total(),
+        arch: kernel.arch().name().to_owned(),
+        big_endian: kernel.arch().byte_order() == ByteOrder::Big,
     }
 }

@@ -157,6 +157,8 @@ fn watch(
                     written: 1,
                     refused: vec![],
                     stop: Duration::from_micros(3),
+                    arch: "x86_64".into(),
+                    big_endian: false,
                 };
                 // A test that only looks at what is armed has no use for it.
                 let _ = outboxes.send(wanted.outbox);
@@ -196,12 +198,13 @@ fn client_ids() -> impl Iterator<Item = ClientId> {
     })
 }
 
+fn name(id: u64, text: &str) -> EventName<'_> {
+    EventName { id, text, address: id << 8, offset: 4 }
+}
+
 fn event(time_ns: u64, function: u64) -> Event<'static> {
-    let (function, caller) = (
-        EventName { id: function, text: NAMES[function as usize] },
-        EventName { id: 9, text: "c" },
-    );
-    Event { time_ns, cpu: 1, function, caller }
+    let (function, caller) = (name(function, NAMES[function as usize]), name(9, "c"));
+    Event { time_ns, cpu: 1, function, caller, task: None, context: None, missed: 0 }
 }
 
 const NAMES: [&str; 4] = ["zero", "one", "two", "three"];
@@ -529,8 +532,8 @@ proptest! {
         let (mut outbox, feed) = Outbox::new();
         let texts: Vec<String> = (0..40).map(|id| "n".repeat(1 + id * 200)).collect();
         for (time, (id, flush)) in (0..).zip(&steps) {
-            let name = EventName { id: *id as u64, text: &texts[*id] };
-            outbox.event(&Event { time_ns: time, cpu: 0, function: name, caller: name }).unwrap();
+            let name = name(*id as u64, &texts[*id]);
+            outbox.event(&Event { time_ns: time, function: name, caller: name, ..event(0, 0) }).unwrap();
             if *flush {
                 outbox.flush().unwrap();
             }
@@ -564,8 +567,8 @@ fn names_beyond_what_is_kept_begin_anew() {
     let mut forgotten = 0;
     let mut in_force = 0;
     for id in 0..(MAX_NAMES_IN_FORCE as u64 + 10) {
-        let name = EventName { id, text: "x" };
-        outbox.event(&Event { time_ns: id, cpu: 0, function: name, caller: name }).unwrap();
+        let name = name(id, "x");
+        outbox.event(&Event { time_ns: id, function: name, caller: name, ..event(0, 0) }).unwrap();
         if id % 1000 == 0 {
             outbox.flush().unwrap();
             while let Fed::Batch(batch) = feed.next(Duration::ZERO) {
