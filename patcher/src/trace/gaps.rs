@@ -26,8 +26,9 @@ impl Gaps {
 
     /// How many events are missing in front of the record with that index.
     pub fn before(&mut self, index: u64) -> u64 {
-        while let Some((_, count)) = self.lost.pop_front_if(|(end, _)| *end <= index) {
+        while let Some((_, count)) = self.lost.front().filter(|(end, _)| *end <= index) {
             self.due += count;
+            self.lost.pop_front();
         }
         self.due
     }

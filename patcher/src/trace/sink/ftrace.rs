@@ -92,6 +92,14 @@ impl<W: Write> Sink for FtraceText<W> {
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
         let line = &mut self.line;
+        if event.missed > 0 {
+            // "CPU:%d [LOST %lu EVENTS]", as of `print_trace_line`.
+            line.extend_from_slice(b"CPU:");
+            decimal(line, u64::from(event.cpu), 0, b' ');
+            line.extend_from_slice(b" [LOST ");
+            decimal(line, event.missed, 0, b' ');
+            line.extend_from_slice(b" EVENTS]\n");
+        }
         // "%16s-%-7d [%03d] %c%c%c%c%c %5lu.%06lu: %s <-%s", of which irq-info is the letters.
         let (name, pid) = match &event.task {
             Some(task) => (task.shown().as_bytes(), task.pid),
@@ -109,7 +117,8 @@ impl<W: Write> Sink for FtraceText<W> {
         if self.contexts {
             line.extend_from_slice(&event.context.unwrap_or_default().letters());
         }
-        let microseconds = event.time_ns / 1000;
+        // As the kernel rounds (`ns2usecs`).
+        let microseconds = event.time_ns.saturating_add(500) / 1000;
         line.push(b' ');
         decimal(line, microseconds / 1_000_000, 5, b' ');
         line.push(b'.');
@@ -163,7 +172,7 @@ mod tests {
 
     const EVENTS: [Event<'static>; 2] = [
         event(7_754_083_999, 1, "vfs_read", "ksys_read"),
-        event(123_456_000_001_000, 12, "f", "0xffffffffc0001234"),
+        Event { missed: 7, ..event(123_456_000_001_000, 12, "f", "0xffffffffc0001234") },
     ];
 
     fn trace<W: Write>(sink: &mut FtraceText<W>) {
@@ -185,7 +194,8 @@ mod tests {
 #
 #           TASK-PID     CPU#     TIMESTAMP  FUNCTION
 #              | |         |         |         |
-           <...>-0       [001]      7.754083: vfs_read <-ksys_read
+           <...>-0       [001]      7.754084: vfs_read <-ksys_read
+CPU:12 [LOST 7 EVENTS]
            <...>-0       [012]  123456.000001: f <-0xffffffffc0001234
 "
         );
@@ -238,8 +248,8 @@ a-name-of-fiftee-4194303 [001] .....     7.754083: rw_verify_area <-do_sendfile
         let text = String::from_utf8(sink.out.into_inner()).unwrap();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[2].trim_end(), "# entries-in-buffer/entries-written: 2/5   #P:2");
-        assert_eq!(lines.len(), 8);
-        assert!(lines[6].starts_with("           <...>-0       [001]      7.754083: vfs_read"));
+        assert_eq!((lines.len(), lines[7]), (9, "CPU:12 [LOST 7 EVENTS]"));
+        assert!(lines[6].starts_with("           <...>-0       [001]      7.754084: vfs_read"));
     }
 
     #[test]

@@ -562,6 +562,32 @@ proptest! {
 }
 
 #[test]
+fn places_of_names_and_what_is_missing_come_out_as_they_were_put_in() {
+    let (mut outbox, feed) = Outbox::new();
+    for time in 0..20_000 {
+        let missed = if time % 3000 == 7 { time } else { 0 };
+        outbox.event(&Event { missed, ..event(time, time % 4) }).unwrap();
+        if time % 100 == 0 {
+            outbox.flush().unwrap();
+        }
+    }
+    outbox.end(end(20_000));
+    let mut names = Names::default();
+    let mut expected = 0..;
+    while let Fed::Batch(mut batch) = feed.next(Duration::ZERO) {
+        names.learn(&mut batch.header);
+        let read = names.events(&batch.header, &batch.calls, |given| {
+            let time = expected.next().unwrap();
+            assert_eq!(given.time_ns, time);
+            assert_eq!(given.missed, if time % 3000 == 7 { time } else { 0 });
+            assert_eq!((given.function.address, given.function.offset), ((time % 4) << 8, 4));
+        });
+        assert!(read.is_some());
+    }
+    assert_eq!(expected.next(), Some(20_000));
+}
+
+#[test]
 fn names_beyond_what_is_kept_begin_anew() {
     let (mut outbox, feed) = Outbox::new();
     let mut forgotten = 0;

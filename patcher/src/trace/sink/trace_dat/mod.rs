@@ -14,6 +14,8 @@ use super::{Beginning, Event, Name, Sink};
 use crate::arch::ByteOrder;
 
 mod pages;
+#[cfg(test)]
+mod tests;
 
 use pages::{PAGE, Pages};
 
@@ -162,21 +164,22 @@ impl<W: Write, S: Spool> TraceDat<W, S> {
         head.bytes
     }
 
-    /// Names in the form of /proc/kallsyms, ascending.
+    /// Names in the form of /proc/kallsyms, ascending. Behind the last there is one more, as readers
+    /// take a name to reach to the next.
     fn kallsyms(&self) -> String {
-        let mut symbols: Vec<_> = self.symbols.iter().collect();
+        let mut symbols: Vec<(u64, &str)> =
+            self.symbols.iter().map(|(at, name)| (*at, &**name)).collect();
+        symbols.push((u64::MAX, "end"));
         symbols.sort_unstable();
-        let line =
-            |(address, name): (&u64, &Box<str>)| format!("{address:016x} T {}\n", word(name));
-        symbols.into_iter().map(line).collect()
+        symbols.iter().map(|(at, name)| format!("{at:016x} T {}\n", word(name))).collect()
     }
 
     /// Names of tasks in the form of tracefs' `saved_cmdlines`.
     fn comms(&self) -> String {
-        let mut tasks: Vec<_> = self.tasks.iter().collect();
+        let mut tasks: Vec<(u32, &str)> =
+            self.tasks.iter().map(|(pid, name)| (*pid, &**name)).collect();
         tasks.sort_unstable();
-        let line = |(pid, name): (&u32, &Box<str>)| format!("{pid} {}\n", line(name));
-        tasks.into_iter().map(line).collect()
+        tasks.iter().map(|(pid, name)| format!("{pid} {}\n", line(name))).collect()
     }
 }
 
