@@ -9,6 +9,8 @@ pub mod filter;
 mod gaps;
 pub mod merge;
 mod names;
+
+pub mod recording;
 pub mod ring;
 pub mod select;
 pub mod session;

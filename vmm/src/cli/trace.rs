@@ -24,7 +24,7 @@ use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
 use super::trace_options::Tracer;
-use super::{is_broken_pipe, report, say};
+use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
 /// Trace the kernel of a guest that runs already
@@ -46,7 +46,8 @@ pub struct Options {
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     notrace: Vec<String>,
 
-    /// The trace's form. By default what the file's name ends with tells: .dat, .json; else it is ftrace
+    /// The trace's form. By default what the file's name ends with tells: .dat, .json, .pftrace,
+    /// .vmmrec; else it is ftrace
     #[arg(long, value_name = "FORMAT")]
     format: Option<Format>,
 
@@ -115,8 +116,8 @@ pub fn run(options: &Options) -> Result<Status> {
     progress.clear();
     let result = match begun? {
         Some((client, armed)) => {
-            say(report::armed(&armed));
-            receive(client, &armed, records, &ends, &stop, &mut progress)
+            say(summary::armed(&armed));
+            receive(client, &armed, (records, &to), &ends, &stop, &mut progress)
         }
         None => Ok(()),
     };
@@ -159,7 +160,7 @@ fn begin(
 fn receive(
     client: Client,
     armed: &Armed,
-    mut records: Records,
+    (mut records, to): (Records, &Destination),
     ends: &Ends,
     stop: &AtomicBool,
     progress: &mut Progress,
@@ -206,12 +207,14 @@ fn receive(
                 return Err(error.into());
             }
         }
-        progress.show(|| report::progress(events, calls.missed(), begun.elapsed()));
+        progress.show(|| summary::progress(events, calls.missed(), begun.elapsed()));
     };
     progress.clear();
     let entries = end.totals.events + end.totals.dropped();
     let written = written.and_then(|()| records.end(events, entries));
-    say(report::summary(&end.totals, &calls.counts(), end.lasted).trim_end());
+    let text = summary::summary(&end.totals, &calls.counts(), end.lasted);
+    let file = to.told().filter(|_| written.is_ok());
+    say(format!("{text}{}", file.unwrap_or_default()).trim_end());
     written.map_err(broken)?;
     match (end.error, end.reason) {
         (Some(error), _) => bail!(error),

@@ -34,7 +34,8 @@ pub struct TraceOptions {
     )]
     pub notrace: Vec<String>,
 
-    /// The trace's form. By default what the file's name ends with tells: .dat, .json; else it is ftrace
+    /// The trace's form. By default what the file's name ends with tells: .dat, .json, .pftrace,
+    /// .vmmrec; else it is ftrace
     #[arg(long, value_name = "FORMAT", requires = "trace")]
     pub format: Option<Format>,
 

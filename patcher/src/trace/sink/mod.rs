@@ -8,10 +8,12 @@ use crate::kernel::Kernel;
 
 mod ftrace;
 mod json;
+mod perfetto;
 mod trace_dat;
 
 pub use ftrace::FtraceText;
 pub use json::JsonLines;
+pub use perfetto::Perfetto;
 pub use trace_dat::TraceDat;
 
 pub use super::context::{Context, Task};

@@ -1,10 +1,12 @@
 //! The forms that a trace can have.
 
 use std::ffi::OsStr;
+use std::fs::{self, Metadata};
 
 use clap::ValueEnum;
 
 use super::Output;
+use crate::cli::summary::size;
 
 /// A form of a trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -13,8 +15,13 @@ pub enum Format {
     Ftrace,
     /// A trace.dat, for trace-cmd and KernelShark
     TraceDat,
+    /// A trace for Perfetto: ui.perfetto.dev
+    Perfetto,
     /// One JSON object a line
     Json,
+    /// A recording, which vmm report makes into any of the others; cheap to write, and there up to
+    /// the last moment whatever becomes of vmm
+    Vmm,
 }
 
 impl Format {
@@ -24,6 +31,8 @@ impl Format {
         match path.extension().and_then(OsStr::to_str) {
             Some("dat") => Self::TraceDat,
             Some("json" | "jsonl") => Self::Json,
+            Some("pftrace" | "perfetto-trace") => Self::Perfetto,
+            Some("vmmrec") => Self::Vmm,
             _ => Self::Ftrace,
         }
     }
@@ -43,6 +52,24 @@ impl Destination {
     pub fn format(&self) -> Format {
         self.format.unwrap_or_else(|| Format::of(&self.output))
     }
+
+    /// A line for the end of a summary: where the trace is, how large, and what opens it. Nothing if
+    /// it is no file.
+    pub fn told(&self) -> Option<String> {
+        let Output::File(path) = &self.output else { return None };
+        let file = fs::metadata(path).ok().filter(Metadata::is_file)?;
+        let (path, size) = (path.display(), size(file.len()));
+        let opens = match self.format() {
+            Format::Ftrace => String::new(),
+            Format::TraceDat => {
+                format!("; trace-cmd report -O parent=1 -i {path}, or kernelshark {path}")
+            }
+            Format::Perfetto => "; open it in https://ui.perfetto.dev".to_owned(),
+            Format::Json => format!("; jq . {path}"),
+            Format::Vmm => format!("; vmm report {path}"),
+        };
+        Some(format!("  file   {path}, {size}{opens}\n"))
+    }
 }
 
 #[cfg(test)]
@@ -58,5 +85,7 @@ mod tests {
         assert_eq!(form("dir/trace.dat", None), Format::TraceDat);
         assert_eq!(form("trace.dat", Some(Format::Ftrace)), Format::Ftrace);
         assert_eq!(form("a.jsonl", None), Format::Json);
+        assert_eq!(form("a.pftrace", None), Format::Perfetto);
+        assert_eq!(form("a.vmmrec", None), Format::Vmm);
     }
 }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Result, ensure};
-use patcher::trace::sink::{Beginning, Event, FtraceText, JsonLines, Sink, TraceDat};
+use patcher::trace::recording::Recorder;
+use patcher::trace::sink::{Beginning, Event, FtraceText, JsonLines, Perfetto, Sink, TraceDat};
 
 use super::stream::Out;
 use super::{Destination, Format, Opened, Output, Stream};
@@ -26,6 +27,8 @@ enum Writing {
     Text(FtraceText<Stream>),
     Json(JsonLines<Out>),
     TraceDat(TraceDat<BufWriter<File>, File>),
+    Perfetto(Perfetto<Out>),
+    Recording(Recorder<Out>),
 }
 
 impl Records {
@@ -46,6 +49,8 @@ impl Records {
                 Out::File(file) => Writing::TextFile(FtraceText::file(file)),
                 Out::Stream(stream) => Writing::Text(FtraceText::stream(stream)),
             },
+            Format::Perfetto => Writing::Perfetto(Perfetto::new(out(file))),
+            Format::Vmm => Writing::Recording(Recorder::new(out(file))),
             Format::Json => Writing::Json(JsonLines::new(out(file))),
             Format::TraceDat => {
                 ensure!(
@@ -77,6 +82,8 @@ impl Records {
             Writing::Text(sink) => sink,
             Writing::Json(sink) => sink,
             Writing::TraceDat(sink) => sink,
+            Writing::Perfetto(sink) => sink,
+            Writing::Recording(sink) => sink,
         }
     }
 }
@@ -108,6 +115,8 @@ impl Sink for Records {
             Writing::Text(sink) => sink.event(event),
             Writing::Json(sink) => sink.event(event),
             Writing::TraceDat(sink) => sink.event(event),
+            Writing::Perfetto(sink) => sink.event(event),
+            Writing::Recording(sink) => sink.event(event),
         }
     }
 
@@ -125,6 +134,7 @@ mod tests {
     use std::{env, fs, process};
 
     use patcher::arch::ByteOrder;
+    use patcher::trace::recording::Recording;
     use patcher::trace::sink::Name;
 
     use super::*;
@@ -161,6 +171,7 @@ mod tests {
             ),
             (Format::Json, "{\"type\":\"begin\"", "\"function\":\"f\""),
             (Format::TraceDat, "\u{17}\u{8}Dtracing6\0", "0000000000001000 T f\n"),
+            (Format::Perfetto, "\n", "CPUs, by the tasks"),
         ] {
             let path = env::temp_dir().join(format!("vmm-records-{}", process::id()));
             fs::write(&path, "an earlier trace").unwrap();
@@ -175,6 +186,22 @@ mod tests {
             assert!(text.starts_with(begins) && text.contains(has), "{text}");
             assert!(!text.contains("an earlier trace"), "{text}");
         }
+    }
+
+    #[test]
+    fn a_recording_is_flushed_event_by_event() {
+        let path = env::temp_dir().join(format!("vmm-recording-{}", process::id()));
+        let mut records = Records::open(&to(&path, Format::Vmm), &[], Arc::default()).unwrap();
+        records.begin(&BEGINNING).unwrap();
+        records.event(&EVENT).unwrap();
+        records.flush().unwrap();
+        // As if it were killed here.
+        let mut recording = Recording::open(File::open(&path).unwrap()).unwrap();
+        let mut read = 0;
+        assert!(recording.beginning() == BEGINNING);
+        while recording.next(|event| read += u32::from(*event == EVENT)).unwrap() {}
+        fs::remove_file(&path).unwrap();
+        assert_eq!((read, recording.ended(), recording.tail()), (1, None, None));
     }
 
     #[test]

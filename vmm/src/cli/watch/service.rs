@@ -26,7 +26,7 @@ use super::writer::Writer;
 use super::{LOOK, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
-use crate::cli::{report, say};
+use crate::cli::{say, summary};
 
 /// How often the rings are read when little comes. At ten million events a second and CPU this is
 /// a third of the smallest ring that is worth having.
@@ -119,7 +119,7 @@ impl<'m> Service<'m> {
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
-        say(report::armed(&describe(kernel, machine, &selection, &armed)));
+        say(summary::armed(&describe(kernel, machine, &selection, &armed)));
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
@@ -271,7 +271,7 @@ impl<'m> Service<'m> {
         let own = self.traces.iter().find(|trace| trace.pid.is_none());
         let (Some(own), Some(tracer)) = (own, &self.tracer) else { return };
         if let Some(now) = tracer.progress(own.client) {
-            progress.show(|| report::progress(now.events, now.missed, own.since.elapsed()));
+            progress.show(|| summary::progress(now.events, now.missed, own.since.elapsed()));
         }
     }
 
