@@ -26,8 +26,8 @@ fn main() {
     fs::write(&initrd, Initramfs::new().expect("an initramfs").build()).expect("a file");
     let path = program.to_str().expect("a path of ASCII");
     let mut lab = VmmLab::boot(&[Series::V6_1], None, &[path]);
-    let kernel = guest_kernel(Series::V6_1);
-    print!("{}", lab.succeed(&format!("side_by_side kvm {kernel} {INITRD}")).stdout_text());
+    let command = format!("side_by_side kvm {} {INITRD}", guest_kernel(Series::V6_1));
+    print!("{}", lab.succeed(&command).stdout_text());
     drop(lab);
 
     let vmlinuz = kernel(Series::V6_1).expect("a stock kernel").vmlinuz;

@@ -176,9 +176,11 @@ impl<'a> Trace<'a> {
         assert_eq!(header[0], "# tracer: function");
         assert_eq!(header[4], "#           TASK-PID     CPU#     TIMESTAMP  FUNCTION");
         assert_eq!(header[5], "#              | |         |         |         |");
+        let events = text.lines().skip(6).filter(|line| !line.starts_with("CPU:"));
         Self {
             promised: (written.parse().unwrap(), entries.parse().unwrap()),
-            lines: text.lines().skip(6).map(Line::parse).collect(),
+            // Between them is said where events are missing.
+            lines: events.map(Line::parse).collect(),
         }
     }
 

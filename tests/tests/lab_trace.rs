@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use guest_images::Series;
 use tests::guest::complaints;
-use tests::lab::{PATIENCE, Trace, VmmLab, vmm_run};
+use tests::lab::{INITRD, PATIENCE, Trace, VmmLab, guest_kernel, vmm_run};
 
 const GUEST: Series = Series::V6_1;
 
@@ -21,6 +21,7 @@ fn a_stock_guest_is_traced_in_the_lab() {
     a_reboot_ends_a_trace(&mut lab);
     a_full_disk_ends_a_trace_with_one_sentence(&mut lab);
     the_terminal_is_as_it_was(&mut lab);
+    stops_of_a_busy_guest_are_measured(&mut lab);
 }
 
 /// Two CPUs call functions a known number of times, with interrupts going on.
@@ -197,4 +198,28 @@ fn the_terminal_is_as_it_was(lab: &mut VmmLab) {
     let (before, after) = (lab.read("/tmp/before"), lab.read("/tmp/after"));
     assert!(before.contains("isig"), "{before}");
     assert_eq!(before, after);
+}
+
+/// `vmm bench stop-all` of a guest that works on both CPUs: what it has patched and how long that took.
+fn stops_of_a_busy_guest_are_measured(lab: &mut VmmLab) {
+    let work = "vmm.work=null-lseek:/never@0+loadavg:/never@1";
+    let bench = format!(
+        "vmm bench stop-all --guest stock --kernel {} --initrd {INITRD} --cmdline 'quiet {work}' \
+         --busy-at VMM-WORK-BEGIN --cpus 2 --sites 1,all --rounds 2 --json /tmp/stops",
+        guest_kernel(GUEST)
+    );
+    let table = lab.succeed(&bench).stdout_text();
+    let figures: serde_json::Value = serde_json::from_str(&lab.read("/tmp/stops")).unwrap();
+    assert_eq!(figures["guest"]["kind"], "stock");
+    let runs = figures["runs"].as_array().unwrap();
+    let sites: Vec<u64> = runs.iter().map(|run| run["sites"].as_u64().unwrap()).collect();
+    let [one, all] = sites[..] else { panic!("{table}") };
+    assert!(one == 1 && all > 30_000, "{table}");
+    for run in runs {
+        assert_eq!((&run["cpus"], &run["rounds"]), (&2.into(), &2.into()), "{table}");
+        let longest = |of: &str, phase: &str| run[of][phase]["max"].as_u64().unwrap();
+        assert!(longest("patch", "written") > 0, "{table}");
+        assert!(longest("patch", "whole") >= longest("patch", "written"), "{table}");
+        assert!(longest("bare", "whole") >= longest("bare", "out"), "{table}");
+    }
 }

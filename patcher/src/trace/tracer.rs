@@ -187,7 +187,7 @@ impl<'m, S> Tracer<'m, S> {
         {
             return index;
         }
-        let index = index.unwrap_or_else(|| self.names.add(&site.name, ip));
+        let index = index.unwrap_or_else(|| self.names.add(site, ip));
         let member = Member { listed: site.clone(), wanted_by: 0, heard_by: 0 };
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
@@ -288,7 +288,7 @@ impl<'m, S> Tracer<'m, S> {
                 if let Some(client) = &mut clients[slot]
                     && client.owns(record)
                 {
-                    client.give(index, &event, &mut give);
+                    client.give(record, index, &event, &mut give);
                 }
             }
         });
@@ -336,7 +336,7 @@ impl<'m, S> Tracer<'m, S> {
         last.sort_by_key(|(record, _)| record.time);
         for (record, index) in last {
             let event = event(names, self.ticks, &record, index);
-            client.give(index, &event, &mut give);
+            client.give(&record, index, &event, &mut give);
         }
         for member in members {
             member.heard_by &= !(1 << slot);
@@ -451,6 +451,7 @@ fn event<'n>(
         caller,
         task: None,
         context: None,
+        missed: 0,
     }
 }
 

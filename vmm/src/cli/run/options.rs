@@ -163,7 +163,7 @@ impl Options {
     /// # Errors
     /// Both were told to go to the same place.
     pub fn console(&self) -> Result<Console, Conflict> {
-        let records = self.tracing.records();
+        let records = self.tracing.records().map(|to| to.output);
         match (&self.console, &records) {
             (None, Some(Output::Stdout)) => Ok(Console::Off),
             (None, _) => Ok(Console::Stdio),
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(options.tracing.trace, Some(Tracer::Func));
         assert_eq!(options.tracing.filter, ["vfs_*", "ext4_*"]);
         assert_eq!(options.tracing.notrace, ["vfs_get*", "x"]);
-        assert_eq!(options.tracing.records(), Some(Output::File("out".into())));
+        assert_eq!(options.tracing.records().unwrap().output, Output::File("out".into()));
     }
 
     #[test]

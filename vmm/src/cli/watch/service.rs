@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
 use patcher::machine::Machine;
@@ -26,7 +27,7 @@ use super::writer::Writer;
 use super::{LOOK, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
-use crate::cli::{report, say};
+use crate::cli::{say, summary};
 
 /// How often the rings are read when little comes. At ten million events a second and CPU this is
 /// a third of the smallest ring that is worth having.
@@ -115,11 +116,11 @@ impl<'m> Service<'m> {
         let (machine, kernel) = (self.machine, self.kernel);
         let (hooks, tracer) = self.tracer()?;
         let selection = select(hooks, &request)?;
-        let beginning = Beginning { cpus: machine.vcpus(), contexts: false };
+        let beginning = Beginning::of(kernel, machine.vcpus(), false);
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
-        say(report::armed(&describe(kernel, machine, &selection, &armed)));
+        say(summary::armed(&describe(kernel, machine, &selection, &armed)));
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
@@ -271,7 +272,7 @@ impl<'m> Service<'m> {
         let own = self.traces.iter().find(|trace| trace.pid.is_none());
         let (Some(own), Some(tracer)) = (own, &self.tracer) else { return };
         if let Some(now) = tracer.progress(own.client) {
-            progress.show(|| report::progress(now.events, now.missed, own.since.elapsed()));
+            progress.show(|| summary::progress(now.events, now.missed, own.since.elapsed()));
         }
     }
 
@@ -444,5 +445,7 @@ fn describe(
         written: armed.written,
         refused: refused.map(|(why, count)| (why.to_owned(), count)).collect(),
         stop: armed.stop.total(),
+        arch: kernel.arch().name().to_owned(),
+        big_endian: kernel.arch().byte_order() == ByteOrder::Big,
     }
 }
