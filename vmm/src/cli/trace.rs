@@ -72,9 +72,13 @@ Exit status:
   130  SIGINT
   143  SIGTERM
 
-Example:
+Examples:
   Watch which functions of the VFS a guest calls, but for one:
-    vmm trace guest1 func -f 'vfs_*' -n vfs_getattr";
+    vmm trace guest1 func -f 'vfs_*' -n vfs_getattr
+
+  Record every call, and look at it in KernelShark:
+    vmm trace guest1 func -o all.vmmrec
+    vmm report all.vmmrec -o all.dat && kernelshark all.dat";
 
 /// How often a guest that is not ready yet is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(200);

@@ -95,6 +95,10 @@ Examples:
   Trace every function into a file, and use the console meanwhile:
     vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o trace.txt
 
+  Trace the whole boot for ui.perfetto.dev:
+    vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o boot.vmmrec
+    vmm report boot.vmmrec -o boot.pftrace
+
   The same for a mainframe's kernel, which QEMU emulates:
     vmm run --arch s390x --kernel vmlinuz --initrd initrd.img --trace func -o trace.txt";
 

@@ -43,15 +43,18 @@ impl Writer {
 
 fn write(mut records: Records, feed: &Feed) -> io::Result<()> {
     let mut names = Names::default();
+    let (mut events, mut missed) = (0, 0);
     loop {
         match feed.next(PATIENCE) {
             Fed::Batch(mut batch) => {
                 names.learn(&mut batch.header);
+                missed = batch.header.missed;
                 let mut written = Ok(());
                 // What our own outbox sends refers to names that it has sent.
                 names.events(&batch.header, &batch.calls, |event| {
                     if written.is_ok() {
                         written = records.event(event);
+                        events += 1;
                     }
                 });
                 written.and_then(|()| records.flush())?;
@@ -61,7 +64,8 @@ fn write(mut records: Records, feed: &Feed) -> io::Result<()> {
                 return records.end(end.totals.events, entries);
             }
             Fed::Nothing => {}
-            Fed::Gone => return records.flush(),
+            // What there is until now is worth having.
+            Fed::Gone => return records.end(events, events + missed),
         }
     }
 }
