@@ -22,8 +22,9 @@ pub fn armed(armed: &Armed) -> String {
         0 => "others trace them already".to_string(),
         _ => format!("the guest stood for {}", short(armed.stop)),
     };
+    let missing = armed.missing.iter().map(|missing| format!("\n{missing}")).collect::<String>();
     format!(
-        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; {stop}",
+        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; {stop}{missing}",
         armed.release,
         signed_hex(armed.kaslr_offset),
         counted(armed.symbols as u64, "symbol"),

@@ -158,7 +158,7 @@ fn receive(
     stop: &AtomicBool,
     progress: &mut Progress,
 ) -> Result<()> {
-    let mut calls = client.into_calls();
+    let mut calls = client.into_calls(armed);
     *lock(&ends.stopper) = Some(calls.stopper().context("the connection can't be shared")?);
     if stop.load(Ordering::SeqCst) {
         ask_for_the_end(ends);
@@ -168,7 +168,7 @@ fn receive(
     let broken = |error: io::Error| {
         Error::new(error).context(format!("the trace can't be written to {name}"))
     };
-    let mut written = records.begin(&Beginning { cpus: armed.cpus, contexts: false });
+    let mut written = records.begin(&Beginning { cpus: armed.cpus, contexts: armed.contexts });
     let mut events = 0;
     let end = loop {
         if written.is_err() {

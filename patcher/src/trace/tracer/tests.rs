@@ -50,7 +50,7 @@ impl Traced {
         window.write_obj(time, slot).unwrap();
         window.write_obj((self.guest.functions[function].pad.0 + 5) as u32, slot + 8).unwrap();
         window.write_obj(self.guest.functions[0].entry.0 as u32 + 40, slot + 12).unwrap();
-        window.write_obj(index + 1, slot + RECORD_BYTES as usize - 8).unwrap();
+        window.write_obj(index as u32 + 1, slot + RECORD_BYTES as usize - 4).unwrap();
     }
 
     /// A call of a function; makes a record if the function is armed.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use patcher::hook::{Hooks, ReleaseError};
-use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
+use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
 use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
@@ -111,14 +111,16 @@ impl<'m> Service<'m> {
     /// # Errors
     /// Nothing is selected, or it can't be armed or written.
     pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
-        let (machine, kernel) = (self.machine, self.kernel);
+        let cpus = self.machine.vcpus();
         let (hooks, tracer) = self.tracer()?;
         let selection = Selection::beside(hooks, &filter(&request))?;
-        let beginning = Beginning { cpus: machine.vcpus(), contexts: false };
+        let contexts = tracer.contexts();
+        let beginning = Beginning { cpus, contexts };
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
-        let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
+        let (writer, outbox) =
+            Writer::start(records, contexts).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
-        say(report::armed(&describe(kernel, machine, &selection, &armed)));
+        say(report::armed(&describe(hooks, &selection, &armed)));
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
@@ -407,7 +409,7 @@ impl<'m> Service<'m> {
             };
             Refusal::new(kind, error.to_string())
         })?;
-        Ok((client, armed, describe(kernel, machine, &selection, &armed)))
+        Ok((client, armed, describe(hooks, &selection, &armed)))
     }
 }
 
@@ -422,22 +424,21 @@ fn filter(request: &TraceRequest) -> Filter {
 }
 
 /// What is said of a trace that begins.
-fn describe(
-    kernel: &Kernel,
-    machine: &dyn Machine,
-    selection: &Selection,
-    armed: &Armed,
-) -> protocol::Armed {
+fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol::Armed {
+    let kernel = hooks.kernel();
+    let recorded = hooks.recorded();
     let refused = refusals(&selection.refused).into_iter();
     protocol::Armed {
         release: kernel.release().to_owned(),
         kaslr_offset: kernel.kaslr_offset(),
         symbols: kernel.symbols().len(),
         pads: selection.pads,
-        cpus: machine.vcpus(),
+        cpus: hooks.machine().vcpus(),
         functions: armed.functions,
         written: armed.written,
         refused: refused.map(|(why, count)| (why.to_owned(), count)).collect(),
         stop: armed.stop.total(),
+        contexts: recorded.is_some_and(|recorded| recorded.preempt_count.is_ok()),
+        missing: recorded.and_then(RecordedTask::missing),
     }
 }
