@@ -660,8 +660,6 @@ pub struct FixedArea {
     pub number: i32,
     /// The address of its current task.
     pub current: i32,
-    /// The upper end of that task's stack.
-    pub stack: i32,
     /// That task's number, 32 bits.
     pub pid: i32,
     /// The count, 32 bits.

@@ -22,9 +22,8 @@ pub fn armed(armed: &Armed) -> String {
         0 => "others trace them already".to_string(),
         _ => format!("the guest stood for {}", short(armed.stop)),
     };
-    let missing = armed.missing.iter().map(|missing| format!("\n{missing}")).collect::<String>();
     format!(
-        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; {stop}{missing}",
+        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; {stop}",
         armed.release,
         signed_hex(armed.kaslr_offset),
         counted(armed.symbols as u64, "symbol"),

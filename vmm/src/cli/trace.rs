@@ -110,6 +110,9 @@ pub fn run(options: &Options) -> Result<Status> {
     let result = match begun? {
         Some((client, armed)) => {
             say(report::armed(&armed));
+            if let Some(missing) = &armed.missing {
+                say(missing);
+            }
             receive(client, &armed, records, &ends, &stop, &mut progress)
         }
         None => Ok(()),

@@ -181,12 +181,11 @@ impl Arch for S390X {
     }
 
     fn task_paths(&self) -> TaskPaths {
-        // `cpu_nr`, `current_task`, `kernel_stack`, `current_pid` and `preempt_count` of struct lowcore,
+        // `cpu_nr`, `current_task`, `current_pid` and `preempt_count` of struct lowcore,
         // the same from 5.10 to 7.3 (arch/s390/include/asm/lowcore.h).
         TaskPaths::FixedArea(FixedArea {
             number: LOWCORE_CPU_NR[0],
             current: 0x340,
-            stack: 0x348,
             pid: 0x39c,
             preempt_count: 0x3a8,
         })

@@ -156,16 +156,16 @@ impl Kernel {
         let ram = machine.ram();
         let number = self.cpu_number(ram)?;
         let reader = &mut Reader::new(self, ram);
-        let mut is_sound = |vcpu: usize| {
+        let mut is_sound = |vcpu| {
             let registers = machine.sample(vcpu).ok()?;
             let CpuArea::Fixed(begin) = self.arch().cpu_area(&registers)? else { return None };
             let order = self.arch().byte_order();
             let word = |at: i32| Some(order.u32(ram.array(begin + at.unsigned_abs().into()).ok()?));
             let long = |at: i32| Some(order.u64(ram.array(begin + at.unsigned_abs().into()).ok()?));
-            let (task, stack) = (Gva(long(known.current)?), long(known.stack)?);
+            let task = Gva(long(known.current)?);
             let sound = word(known.pid)? <= MAX_PID
                 && word(known.preempt_count)? & UNUSED_COUNT == 0
-                && has_stack(reader, task, stack);
+                && has_stack(reader, task);
             sound.then_some(())
         };
         // Those that were never started have nothing.
@@ -232,13 +232,12 @@ fn is_task(reader: &mut Reader<'_>, task: Gva, pid: u64, stack: u64) -> bool {
             .is_some_and(|stack| stack.0 != 0 && reader.u64(stack) == Ok(STACK_END))
 }
 
-/// Whether there is a task at `task` whose stack is the one that ends at `top` or a few frames behind.
-fn has_stack(reader: &mut Reader<'_>, task: Gva, top: u64) -> bool {
-    let sizes = std::iter::successors(Some(*STACK_SIZES.start()), |size| Some(size * 2));
-    let mut bases = sizes
-        .take_while(|size| STACK_SIZES.contains(size))
-        .map(|size| Gva(top.saturating_sub(1)).align_down(size));
-    let base = bases.find(|base| reader.u64(*base) == Ok(STACK_END));
-    let Some(base) = base else { return false };
-    (0..BEFORE_STACK).step_by(8).any(|field| reader.u64(task + field) == Ok(base.0))
+/// Whether there is a task at `task`, of which it is not known where it has what: near its beginning it
+/// has the address of its stack.
+fn has_stack(reader: &mut Reader<'_>, task: Gva) -> bool {
+    (0..BEFORE_STACK).step_by(8).any(|field| {
+        let stack = reader.u64(task + field).unwrap_or(0);
+        let is_aligned = stack != 0 && stack.is_multiple_of(*STACK_SIZES.start());
+        is_aligned && reader.u64(Gva(stack)) == Ok(STACK_END)
+    })
 }

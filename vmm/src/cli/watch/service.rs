@@ -120,7 +120,11 @@ impl<'m> Service<'m> {
         let (writer, outbox) =
             Writer::start(records, contexts).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
-        say(report::armed(&describe(hooks, &selection, &armed)));
+        let described = describe(hooks, &selection, &armed);
+        say(report::armed(&described));
+        if let Some(missing) = &described.missing {
+            say(missing);
+        }
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
