@@ -21,6 +21,9 @@ impl Task<'_> {
     }
 }
 
+/// The bits that only wide counts have for interrupts.
+pub(super) const WIDE_INTERRUPTS: u32 = 0x1f00_0000;
+
 /// What tracefs shows in the place of a task's name that it does not know.
 pub(super) const UNKNOWN: &str = "<...>";
 
@@ -47,13 +50,17 @@ pub struct Context {
 impl Context {
     /// What the kernel's count (include/linux/preempt.h) tells: 8 bits that count how often preemption
     /// was disabled, 8 for soft interrupts, the lowest of which says that one is served and the others how
-    /// often they were disabled, 4 for interrupts and 4 for those that can't be masked.
-    pub(super) fn of_count(count: u32) -> Self {
+    /// often they were disabled. Then 4 for interrupts and 4 for those that can't be masked; or with
+    /// `is_wide`, as seen in 7.3, 8 that count how often interrupts were disabled, and those
+    /// ([`WIDE_INTERRUPTS`]).
+    pub(super) fn of_count(count: u32, is_wide: bool) -> Self {
+        let [hardirq, nmi] =
+            if is_wide { [0x0f00_0000, 0x1000_0000] } else { [0x000f_0000, 0x00f0_0000] };
         Self {
             softirq: count & 0x100 != 0,
             bottom_halves_off: count & 0xfe00 != 0,
-            hardirq: count & 0xf_0000 != 0,
-            nmi: count & 0xf0_0000 != 0,
+            hardirq: count & hardirq != 0,
+            nmi: count & nmi != 0,
             preempt_depth: count as u8,
             ..Self::default()
         }
@@ -135,12 +142,17 @@ mod tests {
     #[test]
     fn the_count_tells_of_preemption_and_interrupts() {
         let none = Context::default();
-        assert_eq!(Context::of_count(0x8000_0000), none);
-        assert_eq!(Context::of_count(3), Context { preempt_depth: 3, ..none });
-        assert_eq!(Context::of_count(0x100), Context { softirq: true, ..none });
-        assert_eq!(Context::of_count(0x200), Context { bottom_halves_off: true, ..none });
-        assert_eq!(Context::of_count(0x1_0000), Context { hardirq: true, ..none });
-        assert_eq!(Context::of_count(0x10_0000), Context { nmi: true, ..none });
+        for is_wide in [false, true] {
+            let told = |count| Context::of_count(count, is_wide);
+            assert_eq!(told(0x8000_0000), none);
+            assert_eq!(told(3), Context { preempt_depth: 3, ..none });
+            assert_eq!(told(0x100), Context { softirq: true, ..none });
+            assert_eq!(told(0x200), Context { bottom_halves_off: true, ..none });
+            assert_eq!(told(0x1_0000), Context { hardirq: !is_wide, ..none });
+            assert_eq!(told(0x10_0000), Context { nmi: !is_wide, ..none });
+            assert_eq!(told(0x100_0000), Context { hardirq: is_wide, ..none });
+            assert_eq!(told(0x1000_0000), Context { nmi: is_wide, ..none });
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustc_hash::FxHashMap;
 
-use super::context::{Context, Task};
+use super::context::{Context, Task, WIDE_INTERRUPTS};
 use super::ring::RawRecord;
 use crate::arch::{TaskPaths, TaskPlaces, TaskWords};
 use crate::kernel::{Comm, Kernel, TaskLayout};
@@ -40,9 +40,12 @@ pub(super) struct Tasks<'k> {
     /// When the lists may be read again, and when names are old.
     rested: Instant,
     stale: Instant,
-    /// Whether the count has a bit for a task that is to leave the CPU: seen in some record, where it is
-    /// not so in every kernel.
+    /// Whether bit 31 of the count says that a task need not leave the CPU: seen in some record, where it
+    /// is not so in every kernel.
     has_wish: bool,
+    /// Whether the count is of the wide kind: seen in some record. On x86_64, where kernels have either
+    /// that or bit 31, also while neither was seen.
+    is_wide: bool,
 }
 
 impl<'k> Tasks<'k> {
@@ -56,7 +59,8 @@ impl<'k> Tasks<'k> {
             is_missed: false,
             rested: now,
             stale: now,
-            has_wish: !matches!(kernel.arch().task_paths(), TaskPaths::FixedArea(_)),
+            has_wish: matches!(kernel.arch().task_paths(), TaskPaths::CurrentTask(_)),
+            is_wide: false,
         }
     }
 
@@ -129,11 +133,14 @@ impl<'k> Tasks<'k> {
     pub fn of(&mut self, record: &RawRecord) -> (Option<Task<'_>>, Option<Context>) {
         let words = self.words(record);
         self.has_wish |= words.preempt_count >> 31 != 0;
+        self.is_wide |= words.preempt_count & WIDE_INTERRUPTS != 0;
         let has_wish = self.has_wish;
+        let per_cpu = matches!(self.kernel.arch().task_paths(), TaskPaths::PerCpu { .. });
+        let is_wide = self.is_wide || per_cpu && !has_wish;
         let context = self.contexts().then(|| Context {
             irqs_off: words.irqs_off,
             need_resched: has_wish && words.preempt_count >> 31 == 0,
-            ..Context::of_count(words.preempt_count)
+            ..Context::of_count(words.preempt_count, is_wide)
         });
         let task = self.places.pid.map(|_| Task {
             pid: words.pid,

@@ -82,9 +82,8 @@ const MAX_PID: u32 = 4 << 20;
 /// How many bytes of a task there are at most in front of the pointer to its stack.
 const BEFORE_STACK: u64 = 256;
 
-/// The bits of the count that no kernel uses, between those of interrupts that can't be masked and the
-/// one that stands for a wish (include/linux/preempt.h).
-const UNUSED_COUNT: u32 = 0x7f00_0000;
+/// The bits of the count that no kernel uses (include/linux/preempt.h).
+const UNUSED_COUNT: u32 = 0x6000_0000;
 
 impl Kernel {
     /// Finds out what trampolines can record of tasks. The guest may run meanwhile; where its CPUs have
