@@ -20,6 +20,8 @@ packages=(
                              # their kernels
     kmod xz-utils zstd lz4   # module dependencies, packed modules, packed kernels
     cpio                     # lists archives in tests, as an independent reader
+    trace-cmd protobuf-compiler  # read traces in tests, likewise
+    trace-cmd protobuf-compiler    # read our traces in tests, likewise
     debian-archive-keyring   # signatures of the suites that kernels come from
     ca-certificates
 )
@@ -35,7 +37,7 @@ version_of() { dpkg-query --show --showformat='${Version}' "$1" 2>/dev/null || t
 new_enough() { [ -n "$1" ] && dpkg --compare-versions "$1" ge "1:$qemu_needed"; }
 
 command -v apt-get >/dev/null && command -v dpkg-query >/dev/null ||
-    die "this script knows Debian only; install QEMU $qemu_needed or newer for x86_64, s390x and aarch64, gcc for the same three, busybox (static), kmod, xz, zstd and cpio by hand"
+    die "this script knows Debian only; install QEMU $qemu_needed or newer for x86_64, s390x and aarch64, gcc for the same three, busybox (static), kmod, xz, zstd, cpio, trace-cmd and protoc by hand"
 
 missing=()
 for package in "${packages[@]}"; do

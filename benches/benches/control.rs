@@ -25,11 +25,12 @@ const FUNCTIONS: u64 = 1000;
 /// Puts calls into an outbox as fast as it takes them.
 fn feed(mut outbox: Outbox) {
     let names: Vec<String> = (0..3 * FUNCTIONS).map(|id| format!("function_{id}")).collect();
-    let name = |id: u64| Name { id, text: &names[id as usize] };
+    let name = |id: u64| Name { id, text: &names[id as usize], address: id << 8, offset: 4 };
     for time_ns in 0..CALLS {
         let function = name(time_ns % FUNCTIONS);
         let caller = name(FUNCTIONS + time_ns * 7 % (2 * FUNCTIONS));
-        let event = Event { time_ns, cpu: 0, function, caller, task: None, context: None };
+        let event =
+            Event { time_ns, cpu: 0, function, caller, task: None, context: None, missed: 0 };
         while let Err(error) = outbox.event(&event) {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
             thread::yield_now();

@@ -70,6 +70,19 @@ impl Folder {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
+
+    /// Makes a recording into the form that the name of `output` asks for. Gives what is said of it.
+    ///
+    /// # Panics
+    /// It can't be read.
+    pub fn report(&self, recording: &str, output: &str) -> String {
+        let mut command = Command::new(vmm());
+        command.arg("report").arg(self.path(recording)).arg("-o").arg(self.path(output));
+        let output = command.output().expect("the program starts");
+        let said = said(&output);
+        assert!(output.status.success(), "{said}");
+        said
+    }
 }
 
 impl Drop for Folder {
@@ -119,7 +132,7 @@ pub fn signal(name: &str, pid: impl Display) {
 pub struct Nowhere;
 
 impl Sink for Nowhere {
-    fn begin(&mut self, _: &Beginning) -> io::Result<()> {
+    fn begin(&mut self, _: &Beginning<'_>) -> io::Result<()> {
         Ok(())
     }
 
@@ -166,9 +179,11 @@ pub fn every_call_makes_one_record(architecture: Architecture, series: Series) {
     let mut command = folder.run(series, &format!("vmm.work={work}"));
     command.args(["--trace", "func", "-f", "*_proc_show", "-f", "handle_mm_fault"]);
     command.args(["-f", "hrtimer_interrupt", "-f", "run_timer_softirq", "-o"]);
-    let output = output(command.arg(folder.path("trace")).spawn().unwrap());
+    let output = output(command.arg(folder.path("trace.vmmrec")).spawn().unwrap());
     let said = said(&output);
     assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("; vmm report "), "{said}");
+    folder.report("trace.vmmrec", "trace");
     let text = folder.read("trace");
     let trace = Trace::parse(&text);
     trace.check();
@@ -185,6 +200,55 @@ pub fn every_call_makes_one_record(architecture: Architecture, series: Series) {
     }
     assert!(said.contains(" 0 lost"), "{said}");
     assert_eq!(complaints(&folder.read("console")), [] as [&str; 0]);
+    every_form_tells_the_same(&folder, &trace);
+}
+
+/// Makes a recording into each form, and checks that other programs read what our text says.
+fn every_form_tells_the_same(folder: &Folder, trace: &Trace<'_>) {
+    folder.report("trace.vmmrec", "trace.dat");
+    let mut command = Command::new("trace-cmd");
+    command.args(["report", "-O", "parent=1", "-O", "indent=0", "-i"]);
+    let output = command.arg(folder.path("trace.dat")).output();
+    let output = output.expect("trace-cmd, which scripts/setup.sh installs");
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    let report = String::from_utf8(output.stdout).unwrap();
+    let mut shown = report.lines().skip(1);
+    for line in &trace.lines {
+        // "TASK-PID [CPU] TIME: function: FUNCTION <-- CALLER"
+        let (begin, calls) = shown.next().unwrap().split_once(": function: ").unwrap();
+        assert_eq!(calls.trim(), format!("{} <-- {}", line.function, line.caller));
+        let (task, time) = begin.rsplit_once("] ").unwrap();
+        assert!(task.ends_with(&format!("[{:03}", line.cpu)), "{begin} is {line:?}");
+        let (seconds, microseconds) = (line.time / 1_000_000, line.time % 1_000_000);
+        assert_eq!(time.trim(), format!("{seconds}.{microseconds:06}"));
+    }
+    assert_eq!(shown.next(), None);
+
+    folder.report("trace.vmmrec", "trace.json");
+    let json = folder.read("trace.json");
+    let mut objects = json.lines().map(|line| {
+        serde_json::from_str::<serde_json::Value>(line).unwrap_or_else(|_| panic!("{line}"))
+    });
+    assert_eq!(objects.next().unwrap()["cpus"], 2);
+    for (line, call) in trace.lines.iter().zip(objects.by_ref()) {
+        assert_eq!((&call["function"], &call["cpu"]), (&line.function.into(), &line.cpu.into()));
+        let time = call["time_ns"].as_u64().unwrap();
+        assert_eq!((time + 500) / 1000, line.time);
+    }
+    assert_eq!(objects.next().unwrap()["events"], trace.lines.len());
+
+    // Of this form the tests of its own know more.
+    folder.report("trace.vmmrec", "trace.pftrace");
+    let perfetto = fs::read(folder.path("trace.pftrace")).unwrap();
+    let raw = Command::new("protoc")
+        .arg("--decode_raw")
+        .stdin(fs::File::open(folder.path("trace.pftrace")).unwrap())
+        .output()
+        .expect("protoc, which scripts/setup.sh installs");
+    assert!(raw.status.success() && perfetto.len() > trace.lines.len() * 20);
+    // `type: TYPE_INSTANT`
+    let instants = String::from_utf8_lossy(&raw.stdout).matches("\n    9: 3\n").count();
+    assert_eq!(instants, trace.lines.len());
 }
 
 /// Has a guest's kernel panic, which `vmm run` has to tell from a reboot.

@@ -179,9 +179,11 @@ impl<'a> Trace<'a> {
         assert_eq!(header[4], "#                                _-----=> irqs-off/BH-disabled");
         assert_eq!(header[10], "#           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION");
         assert_eq!(header[11], "#              | |         |   |||||     |         |");
+        let events = text.lines().skip(12).filter(|line| !line.starts_with("CPU:"));
         Self {
             promised: (written.parse().unwrap(), entries.parse().unwrap()),
-            lines: text.lines().skip(12).map(Line::parse).collect(),
+            // Between them is said where events are missing.
+            lines: events.map(Line::parse).collect(),
         }
     }
 

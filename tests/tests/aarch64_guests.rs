@@ -44,7 +44,7 @@ fn qemu_with(folder: &Folder, cpu: &str) -> PathBuf {
 struct Calls(BTreeMap<(String, String, u16), usize>);
 
 impl Sink for Calls {
-    fn begin(&mut self, _: &Beginning) -> io::Result<()> {
+    fn begin(&mut self, _: &Beginning<'_>) -> io::Result<()> {
         Ok(())
     }
 

@@ -190,7 +190,7 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
 
     let first = folder.trace("a", &["-f", "version_proc_show", "-f", "uptime_proc_show"], "first");
     let filter = ["-f", "uptime_proc_s*", "-f", "handle_mm_fault", "-n", "version*"];
-    let second = folder.trace("a", &filter, "second");
+    let second = folder.trace("a", &filter, "second.vmmrec");
     let armed = |function: &str, clients| (function.to_owned(), "ours".to_owned(), clients);
     assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 2)]);
     assert_eq!(folder.pads("a", "version_proc_show"), [armed("version_proc_show", 1)]);
@@ -219,6 +219,7 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     assert_eq!(guest.status.code(), Some(0), "{}", emulated::said(&guest));
     assert!(!folder.socket("a").exists());
 
+    folder.files.report("second.vmmrec", "second");
     let (first, second) = (folder.files.read("first"), folder.files.read("second"));
     let (first, second) = (Trace::parse(&first), Trace::parse(&second));
     for trace in [&first, &second] {

@@ -117,12 +117,37 @@ fn a_qemu_that_is_killed_ends_a_trace_with_a_clear_error() {
 #[test]
 fn qemu_does_not_outlive_a_program_that_is_killed() {
     let folder = folder("orphan");
-    let mut child = folder.run(Series::V6_1, "vmm.work=idle:100").spawn().unwrap();
-    wait_until("the guest", || folder.read("console").contains("VMM-WORK-BEGIN"));
+    let mut command = folder.run(Series::V6_1, "vmm.work=proc-read:/proc/version:100000000");
+    command.args(["--trace", "func", "-f", "vfs_*", "-o"]).arg(folder.path("trace.vmmrec"));
+    let mut child = command.spawn().unwrap();
+    let recorded = || fs::metadata(folder.path("trace.vmmrec")).map_or(0, |file| file.len());
+    wait_until("a recording", || recorded() > 100_000);
     let qemu = qemu_of(&child);
     child.kill().unwrap();
     child.wait().unwrap();
+    what_was_flushed_is_there(&folder);
     wait_until("QEMU's end", || is_gone(&qemu));
+}
+
+/// The recording of a program that was killed, also if its last block was cut.
+fn what_was_flushed_is_there(folder: &Folder) {
+    let said = folder.report("trace.vmmrec", "trace");
+    assert!(said.contains("was not ended in order"), "{said}");
+    let text = folder.read("trace");
+    let whole = Trace::parse(&text);
+    whole.check();
+    assert!(whole.count("vfs_read") > 300, "{said}");
+
+    let bytes = fs::read(folder.path("trace.vmmrec")).unwrap();
+    fs::write(folder.path("cut.vmmrec"), &bytes[..bytes.len() / 2 + 7]).unwrap();
+    let said = folder.report("cut.vmmrec", "cut");
+    assert!(
+        said.contains("a block is cut, and ") && said.contains(" bytes are left out"),
+        "{said}"
+    );
+    let text = folder.read("cut");
+    let cut = Trace::parse(&text);
+    assert!(cut.lines.len() > 100 && whole.lines.starts_with(&cut.lines));
 }
 
 #[test]

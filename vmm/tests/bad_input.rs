@@ -100,7 +100,7 @@ fn an_output_that_can_not_be_written_is_found_before_the_guest_starts() {
     let trace = |output: &str| run(&kernel, &["--trace", "func", "-o", output]);
     says(&refusal(trace("/nonexistent/trace"), 1), &["/nonexistent/trace can't be written"]);
     says(&refusal(trace("/"), 1), &["/ can't be written"]);
-    says(&refusal(trace(&kernel), 1), &["can't be written: it is an input of the guest"]);
+    says(&refusal(trace(&kernel), 1), &["can't be written: it is an input"]);
     assert_eq!(fs::read(&kernel).unwrap(), toy_kernel(SPIN), "the kernel is as it was");
     let console = run(&kernel, &["--console", "/nonexistent/console"]);
     says(&refusal(console, 1), &["/nonexistent/console can't be written"]);
@@ -200,7 +200,37 @@ fn a_benchmark_that_makes_no_sense_is_refused() {
     says(&refusal(bench(&nowhere), 1), &["folder.svg can't be written"]);
     let kernel = folder.file("vmlinuz", &toy_kernel(SPIN));
     let input = format!("--guest stock --kernel {kernel} --json {kernel}");
-    says(&refusal(bench(&input), 1), &["vmlinuz can't be written", "input of the guest"]);
+    says(&refusal(bench(&input), 1), &["vmlinuz can't be written", "it is an input"]);
     let missing = format!("--guest stock --kernel {}", folder.path("missing"));
     says(&refusal(bench(&missing), 1), &["with 1 vCPU: there is no kernel"]);
+}
+
+#[test]
+fn what_is_no_recording_is_refused_and_one_is_not_written_over() {
+    let folder = Folder::new("report");
+    let report = |recording: &str, arguments: &[&str]| {
+        let mut command = vmm(&["report", recording]);
+        command.args(arguments);
+        command
+    };
+    says(&refusal(report(&folder.path("none"), &[]), 1), &["none can't be read: No such file"]);
+    let text = folder.file("trace.txt", b"# tracer: function\n");
+    says(
+        &refusal(report(&text, &[]), 1),
+        &["trace.txt can't be read: it is no recording of vmm's"],
+    );
+    let empty = folder.file("empty", b"");
+    says(&refusal(report(&empty, &[]), 1), &["empty can't be read: it is no recording of vmm's"]);
+    let newer = folder.file("newer", b"\x89VMMREC\n\x02\0\0\0");
+    says(&refusal(report(&newer, &[]), 1), &["it is a recording of version 2"]);
+    let mut recording = b"\x89VMMREC\n\x01\0\0\0".to_vec();
+    let cut = folder.file("cut", &recording);
+    says(&refusal(report(&cut, &[]), 1), &["it ends before it tells of which guest it is"]);
+    // A first block with the content "\0\0\1\0" and two empty texts.
+    recording.extend_from_slice(b"\x01\0\0\0\x08\0\0\0\x9f\x7f\x83\x8f\0\0\x01\0\0\0\0\0");
+    let whole = folder.file("whole", &recording);
+    says(&refusal(report(&whole, &["-o", &whole]), 1), &["can't be written: it is an input"]);
+    let piped = refusal(report(&whole, &["--format", "trace-dat"]), 1);
+    says(&piped, &["a trace.dat can't be written to standard output"]);
+    assert_eq!(fs::read(&whole).unwrap(), recording, "it is as it was");
 }

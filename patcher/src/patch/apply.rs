@@ -4,7 +4,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 use super::revert::write_out;
-use super::text::{Found, Text};
+use super::text::{Form, Found, Text};
 use super::{Applied, Left, Patchset, Site};
 use crate::addr::Gva;
 use crate::arch::PadBytes;
@@ -164,9 +164,8 @@ impl<'p> Prepared<'p> {
         let (mut already, mut left) = (Vec::new(), Vec::new());
         let sites = &self.patchset.sites;
         let mut refused = None;
-        self.text.look(0..sites.len(), |index, found| {
+        self.text.unusual(0..sites.len(), Form::Before, |index, found| {
             match found {
-                Found::Before => {}
                 Found::After => already.push(index),
                 Found::Other(found) if foreign == Foreign::Leave => left.push((index, found)),
                 found => {
@@ -200,7 +199,7 @@ impl<'p> Prepared<'p> {
             return Some((sites.start + error.index, error.reason));
         }
         let mut failed = None;
-        self.text.look(sites, |index, found| {
+        self.text.unusual(sites, Form::After, |index, found| {
             let reason = match found {
                 Found::After => return ControlFlow::Continue(()),
                 Found::Before => "it reads back as it was before".to_owned(),

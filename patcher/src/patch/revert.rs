@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use super::text::{Found, Text};
+use super::text::{Form, Found, Text};
 use super::{Patchset, PlanError, Site};
 use crate::addr::{Gpa, Gva};
 use crate::arch::{MAX_PAD, PadBytes};
@@ -158,8 +158,7 @@ impl Left {
 pub struct Revert<'p> {
     sites: Vec<Ours<'p>>,
     text: Text<'p>,
-    /// Indices of the sites that are written in this run, and the writes.
-    ours: Vec<usize>,
+    /// What is written if every site is still ours.
     writes: Vec<TextWrite<'p>>,
     /// Indices of the sites that an earlier run could not write.
     failed: BTreeSet<usize>,
@@ -182,12 +181,10 @@ impl<'p> Revert<'p> {
     /// Makes everything that is needed during the stop, outside of it.
     #[must_use]
     pub fn new(ram: &'p dyn PhysMem, sites: Vec<Ours<'p>>) -> Self {
-        let count = sites.len();
         let torn = sites.iter().enumerate().filter(|(_, site)| site.torn);
         Self {
             failed: torn.map(|(index, _)| index).collect(),
-            ours: Vec::with_capacity(count),
-            writes: Vec::with_capacity(count),
+            writes: sites.iter().map(|site| TextWrite { at: site.gpa, bytes: site.back }).collect(),
             text: Text::new(ram, sites.iter().map(|site| (site.gpa, site.form(), site.back))),
             sites,
         }
@@ -201,34 +198,37 @@ impl<'p> Revert<'p> {
             let site = &sites[index];
             site.left(found.bytes(site.form(), site.back).ok())
         };
-        self.ours.clear();
-        self.writes.clear();
-        text.look(0..sites.len(), |index, found| {
-            let site = &sites[index];
-            let is_ours = match &found {
-                Found::After => {
-                    reverted.already += 1;
-                    return ControlFlow::Continue(());
-                }
-                Found::Before => true,
-                Found::Other(found) => site.forms.contains(found),
-                Found::Unreadable(_) => false,
-            };
-            if is_ours || self.failed.contains(&index) {
-                self.ours.push(index);
-                self.writes.push(TextWrite { at: site.gpa, bytes: site.back });
+        // Ascending.
+        let mut kept = Vec::new();
+        text.unusual(0..sites.len(), Form::Before, |index, found| {
+            let is_form =
+                matches!(&found, Found::Other(found) if sites[index].forms.contains(found));
+            if found == Found::After {
+                reverted.already += 1;
+            } else if is_form || self.failed.contains(&index) {
+                return ControlFlow::Continue(());
             } else {
                 reverted.foreign.push(left(index, found));
             }
+            kept.push(index);
             ControlFlow::Continue(())
         });
-        write_out(stopped, &self.writes);
-        let ours = self.ours.iter().map(|index| (*index, text.find(*index)));
-        let failed = ours.filter(|(_, found)| *found != Found::After);
-        let failed: Vec<(usize, Found)> = failed.collect();
-        reverted.restored = self.ours.len() - failed.len();
-        self.failed = failed.iter().map(|(index, _)| *index).collect();
-        reverted.failed = failed.into_iter().map(|(index, found)| left(index, found)).collect();
+        if kept.is_empty() {
+            write_out(stopped, &self.writes);
+        } else {
+            let writes = self.writes.iter().enumerate();
+            let ours = writes.filter(|(index, _)| kept.binary_search(index).is_err());
+            write_out(stopped, &ours.map(|(_, write)| *write).collect::<Vec<_>>());
+        }
+        self.failed.clear();
+        text.unusual(0..sites.len(), Form::After, |index, found| {
+            if kept.binary_search(&index).is_err() {
+                self.failed.insert(index);
+                reverted.failed.push(left(index, found));
+            }
+            ControlFlow::Continue(())
+        });
+        reverted.restored = sites.len() - kept.len() - reverted.failed.len();
         reverted
     }
 }

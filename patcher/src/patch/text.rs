@@ -10,10 +10,8 @@ use crate::addr::Gpa;
 use crate::arch::{MAX_PAD, PadBytes};
 use crate::mem::{MemError, PhysMem};
 
-const PAGE: u64 = 4096;
-
-/// Sites whose text is fetched before any of it is compared. Each is in a cache line of its own, and a
-/// processor fetches as many lines at once as it is not kept from by what it does with the first.
+/// Sites that are compared at a time, without a branch for each: a processor fetches as many of their
+/// cache lines at once as it can.
 const BATCH: usize = 64;
 
 /// Where sites are, and what is compared with what they hold.
@@ -23,33 +21,28 @@ const BATCH: usize = 64;
 /// together.
 pub(super) struct Text<'m> {
     ram: &'m dyn PhysMem,
-    pages: Vec<Page<'m>>,
-    places: Vec<Place>,
-    forms: Vec<Forms>,
+    sites: Vec<Place<'m>>,
 }
 
-/// A page that sites are in.
-struct Page<'m> {
-    begin: Gpa,
-    /// It, and a few bytes more if there are: sites are read by the word. `None` if the engine has not
-    /// mapped it.
-    memory: Option<VolatileSlice<'m>>,
-}
-
-/// Where a site is.
-#[derive(Clone, Copy)]
-struct Place {
-    /// Index of its page.
-    page: u32,
-    offset: u16,
-    len: u16,
-}
-
-/// What a site may hold, as words.
-#[derive(Clone, Copy)]
-struct Forms {
+/// A site.
+struct Place<'m> {
+    /// It and what follows it, as our memory; `None` if the engine has not mapped so much.
+    word: Option<VolatileSlice<'m>>,
+    /// What of the word is the site.
+    mask: u64,
     before: u64,
     after: u64,
+    at: Gpa,
+    len: usize,
+}
+
+/// What a site is expected to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// What it held first.
+    Before,
+    /// What it is to hold.
+    After,
 }
 
 /// What a site holds.
@@ -72,30 +65,15 @@ impl<'m> Text<'m> {
         ram: &'m dyn PhysMem,
         sites: impl ExactSizeIterator<Item = (Gpa, &'s PadBytes, &'s PadBytes)>,
     ) -> Self {
-        let mut text = Self {
-            ram,
-            pages: Vec::new(),
-            places: Vec::with_capacity(sites.len()),
-            forms: Vec::with_capacity(sites.len()),
-        };
-        for (at, before, after) in sites {
-            let begin = Gpa(at.0 & !(PAGE - 1));
-            if text.pages.last().is_none_or(|page| page.begin != begin) {
-                let mut lengths = [MAX_PAD, 0].map(|more| PAGE as usize + more).into_iter();
-                let memory = lengths.find_map(|len| ram.mapped(begin, len));
-                text.pages.push(Page { begin, memory });
-            }
-            let place = Place {
-                page: text.pages.len() as u32 - 1,
-                offset: (at.0 - begin.0) as u16,
-                len: before.len() as u16,
-            };
+        let place = |(at, before, after): (Gpa, &PadBytes, &PadBytes)| {
+            let word = ram.mapped(at, MAX_PAD);
+            let (mask, len) = (PadBytes::mask(before.len()), before.len());
+            let place = Place { word, mask, before: before.word(), after: after.word(), at, len };
             // Reading is what brings it here; what it holds now matters to nobody.
-            black_box(text.word(place));
-            text.places.push(place);
-            text.forms.push(Forms { before: before.word(), after: after.word() });
-        }
-        text
+            black_box(place.load());
+            place
+        };
+        Self { ram, sites: sites.map(place).collect() }
     }
 
     /// The RAM that they are in.
@@ -103,55 +81,74 @@ impl<'m> Text<'m> {
         self.ram
     }
 
-    /// Tells `each` what the sites of these indices hold, in order, until it breaks.
-    pub(super) fn look(
+    /// Tells `each` what those of the sites of these indices hold that do not hold what they usually do,
+    /// in order, until it breaks.
+    pub(super) fn unusual(
         &self,
         sites: Range<usize>,
+        usual: Form,
+        each: impl FnMut(usize, Found) -> ControlFlow<()>,
+    ) {
+        match usual {
+            Form::Before => self.differing(sites, |place| place.before, &Found::Before, each),
+            Form::After => self.differing(sites, |place| place.after, &Found::After, each),
+        }
+    }
+
+    fn differing(
+        &self,
+        sites: Range<usize>,
+        usual: impl Fn(&Place<'_>) -> u64,
+        known: &Found,
         mut each: impl FnMut(usize, Found) -> ControlFlow<()>,
     ) {
-        let mut words = [None; BATCH];
-        let mut next = sites.start;
-        let (places, forms) = (&self.places[sites.clone()], &self.forms[sites]);
-        for (places, forms) in places.chunks(BATCH).zip(forms.chunks(BATCH)) {
-            for (word, place) in words.iter_mut().zip(places) {
-                *word = self.word(*place);
-            }
-            for ((place, forms), word) in places.iter().zip(forms).zip(words) {
-                if each(next, self.found(*place, forms, word)).is_break() {
-                    return;
+        let mut first = sites.start;
+        for batch in self.sites[sites].chunks(BATCH) {
+            let differences = batch.iter().fold(0, |differences, place| {
+                differences | place.load().map_or(u64::MAX, |word| word ^ usual(place))
+            });
+            if differences != 0 {
+                let found = batch.iter().map(|place| place.find(self.ram));
+                let unusual = (first..).zip(found).filter(|(_, found)| found != known);
+                for (index, found) in unusual {
+                    if each(index, found).is_break() {
+                        return;
+                    }
                 }
-                next += 1;
             }
+            first += batch.len();
         }
     }
 
     /// What one site holds.
     pub(super) fn find(&self, site: usize) -> Found {
-        let (place, forms) = (self.places[site], &self.forms[site]);
-        self.found(place, forms, self.word(place))
+        self.sites[site].find(self.ram)
+    }
+}
+
+impl Place<'_> {
+    /// The bytes; `None` if they have to be read by way of the RAM.
+    fn load(&self) -> Option<u64> {
+        let word = self.word.as_ref()?.get_ref::<u64>(0).ok()?.load();
+        Some(u64::from_le(word) & self.mask)
     }
 
-    /// What a site holds whose `word` is this, or has to be read by way of the RAM.
-    fn found(&self, place: Place, forms: &Forms, word: Option<u64>) -> Found {
-        match word {
-            Some(word) => forms.compare(word, place),
-            None => self.read(place, forms),
+    fn find(&self, ram: &dyn PhysMem) -> Found {
+        if let Some(word) = self.load() {
+            return self.compare(word);
+        }
+        let mut found = PadBytes::of_word(0, self.len);
+        match ram.read(self.at, &mut found) {
+            Ok(()) => self.compare(found.word()),
+            Err(error) => Found::Unreadable(error),
         }
     }
 
-    /// The bytes of a site; `None` if they have to be read by way of the RAM.
-    fn word(&self, place: Place) -> Option<u64> {
-        let page = self.pages[place.page as usize].memory.as_ref()?;
-        let word = page.get_ref::<u64>(place.offset.into()).ok()?.load();
-        Some(u64::from_le(word) & PadBytes::mask(place.len.into()))
-    }
-
-    fn read(&self, place: Place, forms: &Forms) -> Found {
-        let mut found = PadBytes::of_word(0, place.len.into());
-        let at = self.pages[place.page as usize].begin + u64::from(place.offset);
-        match self.ram.read(at, &mut found) {
-            Ok(()) => forms.compare(found.word(), place),
-            Err(error) => Found::Unreadable(error),
+    fn compare(&self, word: u64) -> Found {
+        match word {
+            word if word == self.after => Found::After,
+            word if word == self.before => Found::Before,
+            word => Found::Other(PadBytes::of_word(word, self.len)),
         }
     }
 }
@@ -171,20 +168,9 @@ impl Found {
     }
 }
 
-impl Forms {
-    fn compare(&self, word: u64, place: Place) -> Found {
-        match word {
-            word if word == self.after => Found::After,
-            word if word == self.before => Found::Before,
-            word => Found::Other(PadBytes::of_word(word, place.len.into())),
-        }
-    }
-}
-
 impl fmt::Debug for Text<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (pages, sites) = (self.pages.len(), self.places.len());
-        f.debug_struct("Text").field("pages", &pages).field("sites", &sites).finish_non_exhaustive()
+        f.debug_struct("Text").field("sites", &self.sites.len()).finish_non_exhaustive()
     }
 }
 
@@ -213,12 +199,16 @@ mod tests {
 
     fn found(ram: &dyn PhysMem, sites: &[(Gpa, PadBytes, PadBytes)]) -> Vec<Found> {
         let text = Text::new(ram, sites.iter().map(|(at, before, after)| (*at, before, after)));
-        let mut found = Vec::new();
-        text.look(0..sites.len(), |index, what| {
-            assert_eq!((index, &what), (found.len(), &text.find(index)));
-            found.push(what);
-            ControlFlow::Continue(())
-        });
+        let found: Vec<Found> = (0..sites.len()).map(|index| text.find(index)).collect();
+        for (usual, known) in [(Form::Before, Found::Before), (Form::After, Found::After)] {
+            let mut unusual = Vec::new();
+            text.unusual(0..sites.len(), usual, |index, what| {
+                unusual.push((index, what));
+                ControlFlow::Continue(())
+            });
+            let others = found.iter().cloned().enumerate().filter(|(_, found)| *found != known);
+            assert_eq!(unusual, others.collect::<Vec<_>>());
+        }
         found
     }
 
@@ -256,14 +246,14 @@ mod tests {
     #[test]
     fn whoever_looks_may_stop() {
         let ram = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x1000)]).unwrap();
-        let zeros = PadBytes::new(&[0; 4]);
-        let text =
-            Text::new(&ram, (0..8_u32).map(|index| (Gpa(u64::from(index) * 8), &zeros, &zeros)));
+        let (zeros, ones) = (PadBytes::new(&[0; 4]), PadBytes::new(&[1; 4]));
+        let sites: Vec<_> = (0..300).map(|index| (Gpa(index * 8), &ones, &zeros)).collect();
+        let text = Text::new(&ram, sites.into_iter());
         let mut seen = Vec::new();
-        text.look(2..7, |index, found| {
+        text.unusual(2..299, Form::Before, |index, found| {
             seen.push((index, found));
-            if index == 4 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            if index == 104 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         });
-        assert_eq!(seen, [2, 3, 4].map(|index| (index, Found::After)));
+        assert_eq!(seen, (2..105).map(|index| (index, Found::After)).collect::<Vec<_>>());
     }
 }

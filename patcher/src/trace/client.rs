@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::gaps::Gaps;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::sink::Event;
@@ -59,6 +60,8 @@ pub(super) struct Client<S> {
     events: u64,
     overrun: u64,
     lost: Vec<u64>,
+    /// Where events are missing, by CPU.
+    gaps: Vec<Gaps>,
     late: u64,
     last_time: u64,
 }
@@ -69,6 +72,7 @@ impl<S> Client<S> {
             id,
             sink,
             lost: vec![0; from.len()],
+            gaps: from.iter().map(|_| Gaps::default()).collect(),
             from,
             to: None,
             stops,
@@ -103,7 +107,10 @@ impl<S> Client<S> {
         let own = self.range(cpu);
         for lost in reader.losses() {
             let overlap = lost.end.min(own.end).saturating_sub(lost.start.max(own.start));
-            self.lost[cpu] += overlap;
+            if overlap > 0 {
+                self.lost[cpu] += overlap;
+                self.gaps[cpu].lost(lost.end.min(own.end), overlap);
+            }
         }
     }
 
@@ -112,17 +119,22 @@ impl<S> Client<S> {
         reader.pending_within(self.range(cpu))
     }
 
-    /// Gives an event, of the function with that index, to the sink.
+    /// Gives an event, which `record` became and which is of the function with that index, to the sink.
     pub fn give(
         &mut self,
+        record: &RawRecord,
         index: usize,
         event: &Event<'_>,
         give: &mut impl FnMut(&mut S, &Event<'_>) -> io::Result<()>,
     ) {
+        // It is one of its own, of a CPU that it knows.
+        let gaps = &mut self.gaps[usize::from(record.cpu)];
+        let missed = gaps.before(record.index);
         let result = match self.failure {
-            None => give(&mut self.sink, event),
+            None => give(&mut self.sink, &Event { missed, ..*event }),
             Some(_) => Err(io::ErrorKind::WouldBlock.into()),
         };
+        gaps.settle(result.is_ok());
         match result {
             Ok(()) => {
                 self.events += 1;

@@ -6,8 +6,11 @@
 mod client;
 mod context;
 pub mod filter;
+mod gaps;
 pub mod merge;
 mod names;
+
+pub mod recording;
 pub mod ring;
 pub mod select;
 pub mod session;

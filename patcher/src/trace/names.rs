@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 use super::ring::RawRecord;
 use super::sink::Name;
 use crate::addr::Gva;
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, Site};
 
 /// Names the two addresses of a record.
 #[derive(Debug)]
@@ -15,15 +15,30 @@ pub struct Names<'k> {
     kernel: &'k Kernel,
     /// The half that callers in records lack; `None` where they are whole.
     high_half: Option<u64>,
-    /// Every function that was ever traced, and its name's number.
-    functions: Vec<(u64, Arc<str>)>,
+    /// Every function that was ever traced.
+    functions: Vec<Named>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
     /// Of other addresses that records of a function may carry the low halves, and of the one that it
     /// was added with.
     aliases: FxHashMap<u32, u32>,
-    callers: FxHashMap<u64, (u64, Arc<str>)>,
+    callers: FxHashMap<u64, Named>,
     next_id: u64,
+}
+
+/// What a [`Name`] is made of.
+#[derive(Debug)]
+struct Named {
+    id: u64,
+    text: Arc<str>,
+    address: Gva,
+    offset: u64,
+}
+
+impl Named {
+    fn name(&self) -> Name<'_> {
+        Name { id: self.id, text: &self.text, address: self.address.0, offset: self.offset }
+    }
 }
 
 /// Callers remembered at most: a guest that writes records of its own can name four thousand million.
@@ -45,10 +60,15 @@ impl<'k> Names<'k> {
         }
     }
 
-    /// Adds a function whose records carry `ip`, and gives its index: they count from 0.
-    pub fn add(&mut self, function: &str, ip: Gva) -> usize {
+    /// Adds the function of a site, whose records carry `ip`, and gives its index: they count from 0.
+    pub fn add(&mut self, site: &Site, ip: Gva) -> usize {
         let index = self.functions.len();
-        self.functions.push((self.next_id, function.into()));
+        self.functions.push(Named {
+            id: self.next_id,
+            text: (&*site.name).into(),
+            address: site.at,
+            offset: site.at.0.wrapping_sub(site.function.0),
+        });
         self.by_ip.insert(ip.0 as u32, index as u32);
         self.next_id += 1;
         index
@@ -70,7 +90,7 @@ impl<'k> Names<'k> {
     /// The name of the function with that index.
     #[must_use]
     pub fn function(&self, index: usize) -> &Arc<str> {
-        &self.functions[index].1
+        &self.functions[index].text
     }
 
     /// The names of the function with that index and of the record's caller. A caller outside the
@@ -84,16 +104,17 @@ impl<'k> Names<'k> {
             None => record.parent,
         };
         let (kernel, next_id) = (self.kernel, &mut self.next_id);
-        let (caller_id, caller) = self.callers.entry(parent).or_insert_with(|| {
+        let caller = self.callers.entry(parent).or_insert_with(|| {
             let address = Gva(parent);
-            let name = match kernel.symbols().lookup(address) {
-                Some(place) if kernel.image().range.contains(&address) => place.symbol.name.into(),
-                _ => format!("{address}").into(),
+            let (text, offset) = match kernel.symbols().lookup(address) {
+                Some(place) if kernel.image().range.contains(&address) => {
+                    (place.symbol.name.into(), place.offset)
+                }
+                _ => (format!("{address}").into(), 0),
             };
             *next_id += 1;
-            (*next_id - 1, name)
+            Named { id: *next_id - 1, text, address, offset }
         });
-        let (function_id, function) = &self.functions[index];
-        (Name { id: *function_id, text: function }, Name { id: *caller_id, text: caller })
+        (self.functions[index].name(), caller.name())
     }
 }

@@ -197,7 +197,7 @@ impl<'m, S> Tracer<'m, S> {
         {
             return index;
         }
-        let index = index.unwrap_or_else(|| self.names.add(&site.name, ip));
+        let index = index.unwrap_or_else(|| self.names.add(site, ip));
         let member = Member { listed: site.clone(), wanted_by: 0, heard_by: 0 };
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
@@ -301,7 +301,7 @@ impl<'m, S> Tracer<'m, S> {
                 if let Some(client) = &mut clients[slot]
                     && client.owns(record)
                 {
-                    client.give(index, &event, &mut give);
+                    client.give(record, index, &event, &mut give);
                 }
             }
         });
@@ -349,7 +349,7 @@ impl<'m, S> Tracer<'m, S> {
         last.sort_by_key(|(record, _)| record.time);
         for (record, index) in last {
             let event = event(names, &mut self.tasks, self.ticks, &record, index);
-            client.give(index, &event, &mut give);
+            client.give(&record, index, &event, &mut give);
         }
         for member in members {
             member.heard_by &= !(1 << slot);
@@ -460,7 +460,7 @@ fn event<'n>(
     let (function, caller) = names.of(record, index);
     let (task, context) = tasks.of(record);
     let time_ns = ticks.nanoseconds(record.time);
-    Event { time_ns, cpu: record.cpu, function, caller, task, context }
+    Event { time_ns, cpu: record.cpu, function, caller, task, context, missed: 0 }
 }
 
 /// Turns ticks of the guest's clock into nanoseconds.

@@ -33,7 +33,7 @@ struct Check {
 }
 
 impl Sink for Check {
-    fn begin(&mut self, beginning: &Beginning) -> io::Result<()> {
+    fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
         self.last = vec![0; beginning.cpus];
         Ok(())
     }
@@ -85,7 +85,7 @@ fn cycle(guest: &Guest, rounds: u32) -> Result<()> {
         let selection = Selection::new(&kernel, machine, &Filter::default())?;
         let (mut session, armed) = Session::arm(machine, &kernel, &region, &selection)?;
         let mut check = Check::default();
-        check.begin(&Beginning { cpus: machine.vcpus(), contexts: false })?;
+        check.begin(&Beginning::of(&kernel, machine.vcpus(), false))?;
         let until = Instant::now() + ARMED;
         while Instant::now() < until {
             session.drain(&mut check)?;

@@ -19,13 +19,13 @@ use vmm::control::protocol::Totals;
 use vmm::kvm::GuestExit;
 use vmm::qemu::{Attach, AttachError, Attached, journals_folder};
 
-use super::output::Records;
+use super::output::{Destination, Records};
 use super::serving::{Serving, claim, serve};
 use super::size::Size;
 use super::status::Status;
 use super::trace_options::TraceOptions;
 use super::watch::{self, Plan, Watched, panic_said};
-use super::{is_broken_pipe, report, say};
+use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
 /// Attach to the guest of a QEMU that runs already, and trace its kernel's functions
@@ -162,7 +162,7 @@ pub fn run(options: &Options) -> Result<Status> {
     drop(server);
     let left = attached.detach();
     let watched = watched.unwrap_or_else(|panic| panic::resume_unwind(panic));
-    let status = conclude(reason, watched)?;
+    let status = conclude(reason, watched, options.tracing.records().as_ref())?;
     left?;
     Ok(status)
 }
@@ -202,10 +202,12 @@ fn wants_back(sites: usize) -> io::Result<bool> {
 }
 
 /// Sums up and says how it ended.
-fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
+fn conclude(reason: Reason, watched: Watched, to: Option<&Destination>) -> Result<Status> {
     let Watched { panicked, reset, summary, too_early, error } = watched;
     if let Some((summary, lasted)) = summary {
-        say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
+        let text = summary::summary(&Totals::from(&summary), &summary.functions, lasted);
+        let file = to.filter(|_| error.is_none()).and_then(Destination::told);
+        say(format!("{text}{}", file.unwrap_or_default()).trim_end());
     }
     match error {
         Some(error) if is_broken_pipe(&error) => return Ok(Status::Success),

@@ -11,8 +11,8 @@ use vmm::control::protocol::{Info, TraceInfo};
 use super::patch::text::info as patch_text;
 use super::ps::state;
 use super::reach::{ANSWER, connect};
-use super::report::{counted, grouped, signed_hex};
 use super::status::Status;
+use super::summary::{counted, grouped, signed_hex};
 
 /// Show a guest's kernel, its pads, the memory provided for it, who traces what, and its patches
 #[derive(Debug, Args)]

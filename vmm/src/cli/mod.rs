@@ -23,6 +23,7 @@ mod run;
 mod serving;
 mod size;
 mod status;
+mod summary;
 mod trace;
 mod trace_options;
 mod watch;
@@ -45,6 +46,7 @@ enum Command {
     Info(info::Options),
     Pads(pads::Options),
     Trace(trace::Options),
+    Report(report::Options),
     Patch(patch::Options),
     Bench(bench::Options),
     Doctor(doctor::Options),
@@ -68,6 +70,7 @@ pub fn main() -> ExitCode {
         Command::Info(options) => info::run(&options),
         Command::Pads(options) => pads::run(&options),
         Command::Trace(options) => trace::run(&options),
+        Command::Report(options) => report::run(&options),
         Command::Patch(options) => patch::run(&options),
         Command::Bench(options) => bench::run(&options),
         Command::Doctor(options) => doctor::run(&options),

@@ -1,207 +1,176 @@
-//! What is said about a trace on standard error: pure functions, from figures to text.
+//! `vmm report`: reads a recording back, and makes it into any other form.
 
-use std::fmt::Write;
+use std::fs::File;
+use std::io::{self, BufReader};
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use vmm::control::protocol::{Armed, Totals};
+use anyhow::{Context, Error, Result};
+use clap::Args;
+use patcher::trace::recording::Recording;
+use patcher::trace::sink::{Event, Sink};
+use rustc_hash::FxHashMap;
 
-/// How many functions the summary names.
-const TOP: usize = 10;
+use super::output::{Destination, Format, Output, Records};
+use super::progress::Progress;
+use super::status::Status;
+use super::summary::{self, grouped};
+use super::{is_broken_pipe, say};
 
-/// The line that says what is traced, from here on.
-pub fn armed(armed: &Armed) -> String {
-    let reasons: Vec<String> = (armed.refused.iter())
-        .map(|(why, count)| format!("{} {why}", grouped(*count as u64)))
-        .collect();
-    let refused: usize = armed.refused.iter().map(|(_, count)| count).sum();
-    let refused = match refused {
-        0 => "none refused".to_string(),
-        count => format!("{} refused ({})", grouped(count as u64), reasons.join(", ")),
-    };
-    let stop = match armed.written {
-        0 => "others trace them already".to_string(),
-        _ => format!("the guest stood for {}", short(armed.stop)),
-    };
-    format!(
-        "tracing Linux {}, KASLR offset {}, {}, {}: {} armed, {refused}; {stop}",
-        armed.release,
-        signed_hex(armed.kaslr_offset),
-        counted(armed.symbols as u64, "symbol"),
-        counted(armed.pads as u64, "pad"),
-        counted(armed.functions as u64, "function"),
-    )
+/// Read a recording of a trace back, as text or in another form
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub struct Options {
+    /// The recording: what vmm run, attach or trace have written with --format vmm
+    #[arg(value_name = "FILE")]
+    recording: PathBuf,
+
+    /// The form. By default what the output's name ends with tells: .dat, .json, .pftrace, .vmmrec;
+    /// else it is ftrace
+    #[arg(long, value_name = "FORMAT")]
+    format: Option<Format>,
+
+    /// Write to a file; - is standard output
+    #[arg(short, long, value_name = "OUT", default_value = "-")]
+    output: Output,
 }
 
-/// What is shown while a trace goes on.
-pub fn progress(events: u64, lost: u64, lasted: Duration) -> String {
-    let seconds = lasted.as_secs();
-    format!("{}, {} lost, {seconds} s; Ctrl-C ends", counted(events, "event"), grouped(lost))
+const AFTER_HELP: &str = "\
+A recording whose writer was killed is read up to the last flush; what can't be read is told.
+
+Exit status:
+  0  all that there is was written
+  1  it is no recording, or can't be read or written; standard error says which
+  2  the command line makes no sense
+
+Examples:
+  Show a recording as tracefs would:
+    vmm report trace.vmmrec | less
+
+  Open it in KernelShark:
+    vmm report trace.vmmrec -o trace.dat && kernelshark trace.dat";
+
+/// What a recording held, for those who want it in short.
+#[derive(Default)]
+struct Tally {
+    events: u64,
+    missed: u64,
+    first_ns: Option<u64>,
+    last_ns: u64,
+    /// Calls by the function's name.
+    calls: FxHashMap<Box<str>, u64>,
+    /// Calls of functions beyond those.
+    others: u64,
 }
 
-/// What a trace of that length came to, with the calls of each function, most first: several lines,
-/// each ended.
-pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Duration) -> String {
-    let seconds = lasted.as_secs_f64();
-    let rate = if seconds > 0.0 { totals.events as f64 / seconds } else { 0.0 };
-    let mut text = String::new();
-    // Writing to a String does not fail.
-    let _ = writeln!(
-        text,
-        "{} in {seconds:.1} s ({} a second), {} lost",
-        counted(totals.events, "event"),
-        grouped(rate.round() as u64),
-        grouped(totals.dropped())
-    );
-    if totals.overrun > 0 {
-        let count = counted(totals.overrun, "event");
-        let _ = writeln!(text, "  missed {count} that came faster than they could be written out");
-    }
-    for (title, each, advice) in [
-        (
-            "lost",
-            &totals.lost,
-            "; a larger --ring-size of vmm run, or fewer functions, would keep them",
-        ),
-        ("torn", &totals.unwritten, " begun and never finished"),
-    ] {
-        let each = each.iter().enumerate().filter(|(_, count)| **count > 0);
-        let each: Vec<String> =
-            each.map(|(cpu, count)| format!("CPU {cpu}: {}", grouped(*count))).collect();
-        if !each.is_empty() {
-            let _ = writeln!(text, "  {title}   {}{advice}", each.join(", "));
+/// Functions that are told apart at most: a file can name any number.
+const MAX_FUNCTIONS: usize = 1 << 18;
+
+impl Tally {
+    fn count(&mut self, event: &Event<'_>) {
+        self.events += 1;
+        self.missed = self.missed.saturating_add(event.missed);
+        self.first_ns.get_or_insert(event.time_ns);
+        self.last_ns = event.time_ns;
+        if let Some(calls) = self.calls.get_mut(event.function.text) {
+            *calls += 1;
+        } else if self.calls.len() < MAX_FUNCTIONS {
+            self.calls.insert(event.function.text.into(), 1);
+        } else {
+            self.others += 1;
         }
     }
-    if totals.late > 0 {
-        let _ = writeln!(text, "  late   {} out of order", counted(totals.late, "event"));
-    }
-    for corrupt in &totals.corrupt {
-        let _ = writeln!(text, "  spoilt {corrupt}");
-    }
-    let width = calls.first().map_or(0, |(_, count)| grouped(*count).len());
-    for (index, (function, count)) in calls.iter().take(TOP).enumerate() {
-        let title = if index == 0 { "calls" } else { "" };
-        let _ = writeln!(
-            text,
-            "  {title:<5}  {:>width$}  {function}",
-            grouped(*count),
-            function = function.as_ref()
-        );
-    }
-    if let Some(others) = calls.get(TOP..).filter(|others| !others.is_empty()) {
-        let rest: u64 = others.iter().map(|(_, count)| count).sum();
-        let others = counted(others.len() as u64, "other function");
-        let _ = writeln!(text, "         {:>width$}  in {others}", grouped(rest));
-    }
-    let mut stops = totals.stops.clone();
-    stops.sort_unstable();
-    if let Some(longest) = stops.last() {
-        let _ = writeln!(
-            text,
-            "  stops  {}, p50 {}, max {}",
-            stops.len(),
-            short(stops[(stops.len() - 1) / 2]),
-            short(*longest)
-        );
-    }
-    if totals.foreign > 0 {
-        let functions = counted(totals.foreign as u64, "function");
-        let _ = writeln!(text, "  left   {functions} that the guest has changed meanwhile");
-    }
-    text
-}
 
-/// A duration in the unit that suits it.
-pub fn short(duration: Duration) -> String {
-    let microseconds = duration.as_secs_f64() * 1e6;
-    match microseconds {
-        us if us < 100.0 => format!("{us:.1} µs"),
-        us if us < 1_000.0 => format!("{us:.0} µs"),
-        us if us < 1_000_000.0 => format!("{:.1} ms", us / 1e3),
-        us => format!("{:.1} s", us / 1e6),
+    fn lasted(&self) -> Duration {
+        let first = self.first_ns.unwrap_or(self.last_ns);
+        Duration::from_nanos(self.last_ns.saturating_sub(first))
+    }
+
+    /// Calls of each function, most first.
+    fn calls(&mut self) -> Vec<(Box<str>, u64)> {
+        let mut calls: Vec<_> = self.calls.drain().collect();
+        calls.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
+        calls
     }
 }
 
-/// A distance in bytes.
-pub fn signed_hex(bytes: i64) -> String {
-    let sign = if bytes < 0 { "-" } else { "" };
-    format!("{sign}{:#x}", bytes.unsigned_abs())
+/// Reads it.
+///
+/// # Errors
+/// It is no recording, or it can't be read or written.
+pub fn run(options: &Options) -> Result<Status> {
+    let shown = options.recording.display();
+    let unreadable = || format!("the recording {shown} can't be read");
+    let file = File::open(&options.recording).with_context(unreadable)?;
+    let size = file.metadata().with_context(unreadable)?.len();
+    let mut recording =
+        Recording::open(BufReader::with_capacity(1 << 20, file)).with_context(unreadable)?;
+    let to = Destination { output: options.output.clone(), format: options.format };
+    let mut records = Records::open(&to, &[&options.recording], Arc::default())?;
+    let name = records.name().to_owned();
+    let broken = |error: io::Error| {
+        Error::new(error).context(format!("the trace can't be written to {name}"))
+    };
+    let mut progress = Progress::new(records.are_on_stdout());
+    let mut tally = Tally::default();
+    let release = recording.beginning().release.to_owned();
+    let converted = convert(&mut recording, &mut records, &mut tally, |at, events| {
+        progress.show(|| {
+            let share = at.min(size) * 100 / size.max(1);
+            format!("{share} % of {shown}, {}", summary::counted(events, "event"))
+        });
+    });
+    progress.clear();
+    // What there is in front of what makes no sense is worth having, as is what was flushed.
+    let entries = recording.ended().map_or(tally.events + tally.missed, |(_, entries)| entries);
+    let read = match converted {
+        Ok(read) => records.end(tally.events, entries.max(tally.events)).map(|()| read),
+        Err(error) => Err(error),
+    };
+    let read = match read.map_err(broken) {
+        Err(error) if is_broken_pipe(&error) => return Ok(Status::Success),
+        read => read?,
+    };
+    let lost = entries.saturating_sub(tally.events);
+    let (lasted, calls) = (tally.lasted(), tally.calls());
+    let text = summary::recorded(&release, (tally.events, lost), &calls, tally.others, lasted);
+    say(format!("{text}{}", to.told().unwrap_or_default()).trim_end());
+    if let Some(tail) = recording.tail() {
+        let left = size.saturating_sub(tail.at);
+        say(format!(
+            "{shown} was not ended in order: {tail}, and {} bytes are left out",
+            grouped(left)
+        ));
+    } else if read.is_ok() && recording.ended().is_none() {
+        say(format!("{shown} was not ended in order; what was written last may be missing"));
+    }
+    read.with_context(unreadable)?;
+    Ok(Status::Success)
 }
 
-/// A number with its thousands set apart.
-pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
+/// Writes all that can be read. An error of writing is the outer one, of reading the inner.
+fn convert<R: io::Read>(
+    recording: &mut Recording<R>,
+    records: &mut Records,
+    tally: &mut Tally,
+    mut tell: impl FnMut(u64, u64),
+) -> io::Result<Result<(), patcher::trace::recording::RecordingError>> {
+    records.begin(&recording.beginning())?;
+    loop {
+        let mut written = Ok(());
+        let more = recording.next(|event| {
+            if written.is_ok() {
+                tally.count(event);
+                written = records.event(event);
+            }
+        });
+        written?;
+        tell(recording.position(), tally.events);
+        match more {
+            Ok(true) => {}
+            Ok(false) => return Ok(Ok(())),
+            Err(error) => return Ok(Err(error)),
         }
-        text.push(digit);
-    }
-    text
-}
-
-/// A number of things, `what` being one of them.
-pub fn counted(number: u64, what: &str) -> String {
-    let plural = if number == 1 { "" } else { "s" };
-    format!("{} {what}{plural}", grouped(number))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_summary_tells_rate_losses_calls_and_stops() {
-        let came_to = Totals {
-            events: 12_345,
-            overrun: 5,
-            lost: vec![0, 1_200, 34],
-            unwritten: vec![1, 0, 0],
-            late: 2,
-            corrupt: vec!["the ring of CPU 2 is corrupt: its head went from 9 to 1".into()],
-            stops: [803, 412, 20_000].map(Duration::from_micros).into(),
-            foreign: 0,
-        };
-        let calls = [("vfs_read", 12_000), ("vfs_write", 345)];
-        assert_eq!(
-            summary(&came_to, &calls, Duration::from_secs(5)),
-            "\
-12,345 events in 5.0 s (2,469 a second), 1,240 lost
-  missed 5 events that came faster than they could be written out
-  lost   CPU 1: 1,200, CPU 2: 34; a larger --ring-size of vmm run, or fewer functions, would keep them
-  torn   CPU 0: 1 begun and never finished
-  late   2 events out of order
-  spoilt the ring of CPU 2 is corrupt: its head went from 9 to 1
-  calls  12,000  vfs_read
-            345  vfs_write
-  stops  3, p50 803 µs, max 20.0 ms
-"
-        );
-    }
-
-    #[test]
-    fn functions_beyond_the_tenth_are_added_up() {
-        let calls: Vec<_> = (1..=12).rev().map(|n| (format!("f{n}"), n)).collect();
-        let text = summary(&Totals::default(), &calls, Duration::ZERO);
-        assert!(text.contains("  calls  12  f12\n         11  f11\n"), "{text}");
-        assert!(text.ends_with("          3  f3\n          3  in 2 other functions\n"), "{text}");
-    }
-
-    #[test]
-    fn a_trace_of_nothing_has_a_summary_too() {
-        let totals = Totals { lost: vec![0, 0], ..Totals::default() };
-        let text = summary::<&str>(&totals, &[], Duration::ZERO);
-        assert_eq!(text, "0 events in 0.0 s (0 a second), 0 lost\n");
-    }
-
-    #[test]
-    fn numbers_and_times_are_written_to_be_read() {
-        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
-        assert_eq!([0x20_0000, -0x1000, 0].map(signed_hex), ["0x200000", "-0x1000", "0x0"]);
-        assert_eq!(counted(1, "pad"), "1 pad");
-        assert_eq!(counted(1000, "pad"), "1,000 pads");
-        let shown =
-            [1_500, 412_000, 20_000_000, 3_200_000_000].map(Duration::from_nanos).map(short);
-        assert_eq!(shown, ["1.5 µs", "412 µs", "20.0 ms", "3.2 s"]);
     }
 }

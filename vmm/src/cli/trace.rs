@@ -14,16 +14,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Error, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
+use patcher::arch::ByteOrder;
 use patcher::trace::sink::{Beginning, Sink};
 use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
-use super::output::{Output, Records};
+use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
 use super::trace_options::Tracer;
-use super::{is_broken_pipe, report, say};
+use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
 /// Trace the kernel of a guest that runs already
@@ -45,6 +46,11 @@ pub struct Options {
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     notrace: Vec<String>,
 
+    /// The trace's form. By default what the file's name ends with tells: .dat, .json, .pftrace,
+    /// .vmmrec; else it is ftrace
+    #[arg(long, value_name = "FORMAT")]
+    format: Option<Format>,
+
     /// Write the trace to a file; - is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: Output,
@@ -62,9 +68,13 @@ Exit status:
   130  SIGINT
   143  SIGTERM
 
-Example:
+Examples:
   Watch which functions of the VFS a guest calls, but for one:
-    vmm trace guest1 func -f 'vfs_*' -n vfs_getattr";
+    vmm trace guest1 func -f 'vfs_*' -n vfs_getattr
+
+  Record every call, and look at it in KernelShark:
+    vmm trace guest1 func -o all.vmmrec
+    vmm report all.vmmrec -o all.dat && kernelshark all.dat";
 
 /// How often a guest that is not ready yet is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
@@ -88,7 +98,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 pub fn run(options: &Options) -> Result<Status> {
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
-    let records = Records::open(&options.output, &[] as &[&Path], Arc::clone(&stop))?;
+    let to = Destination { output: options.output.clone(), format: options.format };
+    let records = Records::open(&to, &[] as &[&Path], Arc::clone(&stop))?;
     let mut progress = Progress::new(records.are_on_stdout());
     let (on_signal, stopped) = (Arc::clone(&ends), Arc::clone(&stop));
     signals::on_end_signal(move |signal| {
@@ -109,11 +120,11 @@ pub fn run(options: &Options) -> Result<Status> {
     progress.clear();
     let result = match begun? {
         Some((client, armed)) => {
-            say(report::armed(&armed));
+            say(summary::armed(&armed));
             if let Some(missing) = &armed.missing {
                 say(missing);
             }
-            receive(client, &armed, records, &ends, &stop, &mut progress)
+            receive(client, &armed, (records, &to), &ends, &stop, &mut progress)
         }
         None => Ok(()),
     };
@@ -156,7 +167,7 @@ fn begin(
 fn receive(
     client: Client,
     armed: &Armed,
-    mut records: Records,
+    (mut records, to): (Records, &Destination),
     ends: &Ends,
     stop: &AtomicBool,
     progress: &mut Progress,
@@ -171,7 +182,13 @@ fn receive(
     let broken = |error: io::Error| {
         Error::new(error).context(format!("the trace can't be written to {name}"))
     };
-    let mut written = records.begin(&Beginning { cpus: armed.cpus, contexts: armed.contexts });
+    let mut written = records.begin(&Beginning {
+        cpus: armed.cpus,
+        contexts: armed.contexts,
+        release: &armed.release,
+        architecture: &armed.arch,
+        order: if armed.big_endian { ByteOrder::Big } else { ByteOrder::Little },
+    });
     let mut events = 0;
     let end = loop {
         if written.is_err() {
@@ -197,12 +214,14 @@ fn receive(
                 return Err(error.into());
             }
         }
-        progress.show(|| report::progress(events, calls.missed(), begun.elapsed()));
+        progress.show(|| summary::progress(events, calls.missed(), begun.elapsed()));
     };
     progress.clear();
     let entries = end.totals.events + end.totals.dropped();
     let written = written.and_then(|()| records.end(events, entries));
-    say(report::summary(&end.totals, &calls.counts(), end.lasted).trim_end());
+    let text = summary::summary(&end.totals, &calls.counts(), end.lasted);
+    let file = to.told().filter(|_| written.is_ok());
+    say(format!("{text}{}", file.unwrap_or_default()).trim_end());
     written.map_err(broken)?;
     match (end.error, end.reason) {
         (Some(error), _) => bail!(error),

@@ -4,7 +4,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use vmm::control::protocol::{self, TraceRequest};
 
-use super::output::Output;
+use super::output::{Destination, Format, Output};
 
 /// A trace that is wanted from the beginning.
 #[derive(Debug, Args)]
@@ -34,6 +34,11 @@ pub struct TraceOptions {
     )]
     pub notrace: Vec<String>,
 
+    /// The trace's form. By default what the file's name ends with tells: .dat, .json, .pftrace,
+    /// .vmmrec; else it is ftrace
+    #[arg(long, value_name = "FORMAT", requires = "trace")]
+    pub format: Option<Format>,
+
     /// Write the trace to a file; - is standard output, the default
     #[arg(short, long, value_name = "FILE", requires = "trace")]
     pub output: Option<Output>,
@@ -56,8 +61,9 @@ impl From<Tracer> for protocol::Tracer {
 
 impl TraceOptions {
     /// Where the records go, if there are any.
-    pub fn records(&self) -> Option<Output> {
-        self.trace.map(|_| self.output.clone().unwrap_or(Output::Stdout))
+    pub fn records(&self) -> Option<Destination> {
+        let output = self.output.clone().unwrap_or(Output::Stdout);
+        self.trace.map(|_| Destination { output, format: self.format })
     }
 
     /// What is traced, if anything is.

@@ -9,9 +9,9 @@ use patcher::trace::sink::Event;
 use super::names::Names;
 use super::place::{Found, Name, Place};
 use super::protocol::{
-    Armed, BatchHeader, CALL_BYTES, Call, End, Greeting, Hello, Info, MAX_CALLS,
-    MAX_NAMES_IN_FORCE, MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request,
-    RevertRequest, Reverted, Status, TraceRequest, VERSION, Waiting,
+    Armed, BatchHeader, CALL_BYTES, End, Greeting, Hello, Info, MAX_CALLS, MAX_NAMES_IN_FORCE,
+    MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request, RevertRequest, Reverted,
+    Status, TraceRequest, VERSION, Waiting,
 };
 use super::wire::{Wire, WireError, line};
 
@@ -349,7 +349,7 @@ impl Calls {
     pub fn next(&mut self, mut take: impl FnMut(&Event<'_>)) -> Result<Message, ClientError> {
         let Self { client, names, missed } = self;
         let reply = client.wire.read(MAX_REPLY, None, || false);
-        let header: BatchHeader = match reply.map_err(|error| client.failed(&error))? {
+        let mut header: BatchHeader = match reply.map_err(|error| client.failed(&error))? {
             Reply::Batch(header) => header,
             Reply::End(end) => return Ok(Message::End(end)),
             other => return Err(client.unexpected(&other)),
@@ -360,7 +360,7 @@ impl Calls {
             return Err(broken(what, &client.name));
         }
         *missed = header.missed;
-        names.learn(header.forget, header.names);
+        names.learn(&mut header);
         if names.in_force() > MAX_NAMES_IN_FORCE {
             return Err(broken("too many names".into(), &client.name));
         }
@@ -370,11 +370,8 @@ impl Calls {
             Ok(bytes) => bytes,
             Err(error) => return Err(ClientError::Lost { name, reason: error.to_string() }),
         };
-        for call in bytes.as_chunks::<CALL_BYTES>().0 {
-            let call = Call::decode(call);
-            let event = names.event(&call);
-            take(&event.ok_or_else(|| broken("a call names nothing".into(), &name))?);
-        }
+        let given = names.events(&header, bytes, &mut take);
+        given.ok_or_else(|| broken("a call names nothing".into(), &name))?;
         Ok(Message::Calls(header.calls))
     }
 

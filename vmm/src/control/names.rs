@@ -3,18 +3,26 @@
 use patcher::trace::sink::{Event, Name, Task};
 use rustc_hash::FxHashMap;
 
-use super::protocol::Call;
+use super::protocol::{BatchHeader, CALL_BYTES, Call};
 
 /// The names that calls refer to, and how often each function was called.
 #[derive(Debug, Default)]
 pub struct Names {
-    current: Vec<(String, u64)>,
+    current: Vec<Known>,
     /// Whether calls tell what their CPU was in the middle of.
     contexts: bool,
     /// How often all names were forgotten.
     generation: u64,
     /// Calls of functions whose names were forgotten.
     earlier: FxHashMap<String, u64>,
+}
+
+#[derive(Debug)]
+struct Known {
+    text: String,
+    address: u64,
+    offset: u64,
+    calls: u64,
 }
 
 impl Names {
@@ -24,30 +32,53 @@ impl Names {
         Self { contexts, ..Self::default() }
     }
 
-    /// Takes names that come with calls, after all others were forgotten if `forget` says so.
-    pub fn learn(&mut self, forget: bool, names: Vec<String>) {
-        if forget {
+    /// Takes the names that come with calls, after all others were forgotten if the header says so.
+    pub fn learn(&mut self, header: &mut BatchHeader) {
+        if header.forget {
             self.generation += 1;
             self.put_by();
         }
-        self.current.extend(names.into_iter().map(|name| (name, 0)));
+        let places = header.places.drain(..).chain(std::iter::repeat((0, 0)));
+        let known = header.names.drain(..).zip(places);
+        let known =
+            known.map(|(text, (address, offset))| Known { text, address, offset, calls: 0 });
+        self.current.extend(known);
     }
 
     fn put_by(&mut self) {
-        for (name, count) in self.current.drain(..).filter(|(_, count)| *count > 0) {
-            *self.earlier.entry(name).or_default() += count;
+        for known in self.current.drain(..).filter(|known| known.calls > 0) {
+            *self.earlier.entry(known.text).or_default() += known.calls;
         }
     }
 
-    /// Counts a call, and names its functions.
+    /// Gives all calls of a batch whose names were learnt to `take`, and counts them.
     ///
-    /// `None` for a call that refers to no name.
-    pub fn event(&mut self, call: &Call) -> Option<Event<'_>> {
-        self.current.get_mut(call.function as usize)?.1 += 1;
+    /// `None` at a call that refers to no name.
+    pub fn events(
+        &mut self,
+        header: &BatchHeader,
+        calls: &[u8],
+        mut take: impl FnMut(&Event<'_>),
+    ) -> Option<()> {
+        let mut gaps = header.gaps.iter().peekable();
+        for (index, call) in calls.as_chunks::<CALL_BYTES>().0.iter().enumerate() {
+            let mut missed = 0;
+            while let Some((_, count)) = gaps.next_if(|(call, _)| *call <= index) {
+                missed = count.saturating_add(missed);
+            }
+            let event = self.event(&Call::decode(call))?;
+            take(&Event { missed, ..event });
+        }
+        Some(())
+    }
+
+    fn event(&mut self, call: &Call) -> Option<Event<'_>> {
+        self.current.get_mut(call.function as usize)?.calls += 1;
         let generation = self.generation << 32;
         let name = |number: u32| {
-            let (text, _) = self.current.get(number as usize)?;
-            Some(Name { id: generation | u64::from(number), text })
+            let Known { text, address, offset, .. } = self.current.get(number as usize)?;
+            let id = generation | u64::from(number);
+            Some(Name { id, text, address: *address, offset: *offset })
         };
         Some(Event {
             time_ns: call.time_ns,
@@ -60,6 +91,7 @@ impl Names {
                 (Some(pid), Some(comm)) => Some(Task { pid, comm: Some(name(comm)?.text) }),
             },
             context: self.contexts.then_some(call.context),
+            missed: 0,
         })
     }
 

@@ -15,6 +15,9 @@ use super::protocol::{
 /// Full batches that wait for a client at most: half a million calls in 10 MiB.
 const MAX_WAITING: usize = 64;
 
+/// What a name's place counts beside the name's own bytes.
+const PLACE_BYTES: usize = 8;
+
 /// Calls, ready to be sent.
 #[derive(Debug, Default)]
 pub struct Batch {
@@ -36,8 +39,12 @@ impl Batch {
             && self.name_bytes + other.name_bytes <= MAX_NAMES
             && !other.header.forget;
         if fits {
+            let behind = self.header.calls;
+            let gaps = other.header.gaps.iter().map(|(call, count)| (behind + call, *count));
+            self.header.gaps.extend(gaps);
             self.header.calls += other.header.calls;
             self.header.names.append(&mut other.header.names);
+            self.header.places.append(&mut other.header.places);
             self.header.missed = other.header.missed;
             self.calls.append(&mut other.calls);
             self.name_bytes += other.name_bytes;
@@ -159,7 +166,8 @@ impl Outbox {
             return *number;
         }
         let next = self.in_force() as u32;
-        self.batch.name_bytes += comm.len();
+        self.batch.name_bytes += comm.len() + PLACE_BYTES;
+        self.batch.header.places.push((0, 0));
         self.batch.header.names.push(comm.to_owned());
         self.comms.insert(comm.into(), next);
         next
@@ -173,7 +181,8 @@ impl Outbox {
             while !name.text.is_char_boundary(length) {
                 length -= 1;
             }
-            *name_bytes += length;
+            *name_bytes += length + PLACE_BYTES;
+            header.places.push((name.address, name.offset));
             header.names.push(name.text[..length].to_owned());
             next
         })
@@ -181,7 +190,7 @@ impl Outbox {
 }
 
 impl Sink for Outbox {
-    fn begin(&mut self, _beginning: &Beginning) -> io::Result<()> {
+    fn begin(&mut self, _beginning: &Beginning<'_>) -> io::Result<()> {
         Ok(())
     }
 
@@ -199,6 +208,9 @@ impl Sink for Outbox {
         }
         let function = self.number(event.function);
         let caller = self.number(event.caller);
+        if event.missed > 0 {
+            self.batch.header.gaps.push((self.batch.header.calls, event.missed));
+        }
         let comm = event.task.and_then(|task| task.comm).map(|comm| self.number_of_task(comm));
         let call = Call {
             time_ns: event.time_ns,

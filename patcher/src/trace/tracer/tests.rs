@@ -271,6 +271,36 @@ fn what_the_rings_lost_is_counted_for_those_who_were_there() {
 }
 
 #[test]
+fn events_tell_how_many_are_missing_right_before_them() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer::<Vec<u64>>();
+    let selection = Selection::beside(&hooks, &only(&["vfs_*"])).unwrap();
+    let (client, _) = tracer.add(&mut hooks, &selection, Vec::new()).unwrap();
+    let mut give = |missed: &mut Vec<u64>, event: &Event<'_>| {
+        if [3, 4].contains(&event.time_ns) {
+            return Err(ErrorKind::WouldBlock.into());
+        }
+        missed.push(event.missed);
+        Ok(())
+    };
+    (1..=6).for_each(|time| traced.call(0, READ, time));
+    traced.call(1, READ, 7);
+    tracer.drain(&hooks, &mut give);
+    let capacity = traced.region.rings().capacity();
+    (0..capacity + 10).for_each(|time| traced.call(0, READ, 100 + time));
+    traced.call(1, READ, 100);
+    tracer.drain(&hooks, &mut give);
+    tracer.remove(&mut hooks, client).unwrap();
+    tracer.drain(&hooks, &mut give);
+    let finished = tracer.finish(client, &mut give).unwrap();
+    let gaps: Vec<_> = finished.sink.iter().filter(|missed| **missed > 0).collect();
+    assert_eq!(gaps, [&2, &10]);
+    assert_eq!(finished.sink[2], 2, "in front of the fifth of the first six");
+    let missing: u64 = finished.sink.iter().sum();
+    assert_eq!(missing, finished.summary.dropped());
+}
+
+#[test]
 fn a_record_that_is_not_written_is_its_clients_loss_and_a_late_one_nobodys() {
     let traced = Traced::new();
     let (mut hooks, mut tracer) = traced.tracer();

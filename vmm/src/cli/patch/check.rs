@@ -14,8 +14,8 @@ use vmm::image;
 
 use super::apply::read;
 use super::fit::Fit;
-use crate::cli::report::counted;
 use crate::cli::status::Status;
+use crate::cli::summary::counted;
 
 /// See whether a payload fits a kernel, without a guest: everything that apply does but the writing
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use vmm::control::protocol::{Function, Patch, Patched, Reverted, Stander, Waiting};
 
 use crate::cli::reach::columns;
-use crate::cli::report::{counted, short};
+use crate::cli::summary::{counted, short};
 
 /// How many functions, or standers, a sentence names.
 const NAMED: usize = 3;

@@ -18,11 +18,11 @@ use vmm::control::protocol::Totals;
 use vmm::devices::Console as SerialConsole;
 use vmm::kvm::GuestExit;
 
-use super::output::Records;
+use super::output::{Destination, Records};
 use super::serving::{Serving, claim, serve};
 use super::status::Status;
 use super::watch::{self, Plan, Watched, panic_said};
-use super::{is_broken_pipe, report, say};
+use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
 mod console;
@@ -118,14 +118,17 @@ pub fn run(options: &Options) -> Result<Status> {
     drop(typing);
     // Clients have been given the end of their traces; they get a moment to take it.
     drop(server);
-    conclude(reason, watched.unwrap_or_else(|panic| panic::resume_unwind(panic)))
+    let watched = watched.unwrap_or_else(|panic| panic::resume_unwind(panic));
+    conclude(reason, watched, options.tracing.records().as_ref())
 }
 
 /// Sums up and says how it ended.
-fn conclude(reason: Reason, watched: Watched) -> Result<Status> {
+fn conclude(reason: Reason, watched: Watched, to: Option<&Destination>) -> Result<Status> {
     let Watched { panicked, summary, too_early, error, .. } = watched;
     if let Some((summary, lasted)) = summary {
-        say(report::summary(&Totals::from(&summary), &summary.functions, lasted).trim_end());
+        let text = summary::summary(&Totals::from(&summary), &summary.functions, lasted);
+        let file = to.filter(|_| error.is_none()).and_then(Destination::told);
+        say(format!("{text}{}", file.unwrap_or_default()).trim_end());
     }
     let reader_gone = error.as_ref().is_some_and(is_broken_pipe);
     if let Some(error) = error.filter(|_| !reader_gone) {

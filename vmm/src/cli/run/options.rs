@@ -95,6 +95,10 @@ Examples:
   Trace every function into a file, and use the console meanwhile:
     vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o trace.txt
 
+  Trace the whole boot for ui.perfetto.dev:
+    vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o boot.vmmrec
+    vmm report boot.vmmrec -o boot.pftrace
+
   The same for a mainframe's kernel, which QEMU emulates:
     vmm run --arch s390x --kernel vmlinuz --initrd initrd.img --trace func -o trace.txt";
 
@@ -163,7 +167,7 @@ impl Options {
     /// # Errors
     /// Both were told to go to the same place.
     pub fn console(&self) -> Result<Console, Conflict> {
-        let records = self.tracing.records();
+        let records = self.tracing.records().map(|to| to.output);
         match (&self.console, &records) {
             (None, Some(Output::Stdout)) => Ok(Console::Off),
             (None, _) => Ok(Console::Stdio),
@@ -246,7 +250,7 @@ mod tests {
         assert_eq!(options.tracing.trace, Some(Tracer::Func));
         assert_eq!(options.tracing.filter, ["vfs_*", "ext4_*"]);
         assert_eq!(options.tracing.notrace, ["vfs_get*", "x"]);
-        assert_eq!(options.tracing.records(), Some(Output::File("out".into())));
+        assert_eq!(options.tracing.records().unwrap().output, Output::File("out".into()));
     }
 
     #[test]

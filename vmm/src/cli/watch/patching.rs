@@ -18,8 +18,8 @@ use vmm::control::protocol::{
 use vmm::control::{Answer, PatchWanted, Waiter};
 
 use crate::cli::patch::text::in_the_way;
-use crate::cli::report::{counted, short};
 use crate::cli::say;
+use crate::cli::summary::{counted, short};
 
 /// How long it is waited before it is tried again: at first, and at most. Each time it is doubled.
 const FIRST_WAIT: Duration = Duration::from_millis(10);

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
 use patcher::machine::Machine;
@@ -25,7 +26,7 @@ use super::writer::Writer;
 use super::{LOOK, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
-use crate::cli::{report, say};
+use crate::cli::{say, summary};
 
 /// How often the rings are read when little comes. At ten million events a second and CPU this is
 /// a third of the smallest ring that is worth having.
@@ -115,13 +116,13 @@ impl<'m> Service<'m> {
         let (hooks, tracer) = self.tracer()?;
         let selection = Selection::beside(hooks, &filter(&request))?;
         let contexts = tracer.contexts();
-        let beginning = Beginning { cpus, contexts };
+        let beginning = Beginning::of(hooks.kernel(), cpus, contexts);
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) =
             Writer::start(records, contexts).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
         let described = describe(hooks, &selection, &armed);
-        say(report::armed(&described));
+        say(summary::armed(&described));
         if let Some(missing) = &described.missing {
             say(missing);
         }
@@ -276,7 +277,7 @@ impl<'m> Service<'m> {
         let own = self.traces.iter().find(|trace| trace.pid.is_none());
         let (Some(own), Some(tracer)) = (own, &self.tracer) else { return };
         if let Some(now) = tracer.progress(own.client) {
-            progress.show(|| report::progress(now.events, now.missed, own.since.elapsed()));
+            progress.show(|| summary::progress(now.events, now.missed, own.since.elapsed()));
         }
     }
 
@@ -444,5 +445,7 @@ fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol
         stop: armed.stop.total(),
         contexts: recorded.is_some_and(|recorded| recorded.preempt_count.is_ok()),
         missing: recorded.and_then(RecordedTask::missing),
+        arch: kernel.arch().name().to_owned(),
+        big_endian: kernel.arch().byte_order() == ByteOrder::Big,
     }
 }

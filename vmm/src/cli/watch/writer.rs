@@ -6,7 +6,6 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use patcher::trace::sink::Sink;
-use vmm::control::protocol::Call;
 use vmm::control::{Fed, Feed, Names, Outbox};
 
 use crate::cli::output::Records;
@@ -44,25 +43,29 @@ impl Writer {
 }
 
 fn write(mut records: Records, feed: &Feed, mut names: Names) -> io::Result<()> {
+    let (mut events, mut missed) = (0, 0);
     loop {
         match feed.next(PATIENCE) {
-            Fed::Batch(batch) => {
-                let calls = batch.calls;
-                names.learn(batch.header.forget, batch.header.names);
-                for call in calls.as_chunks().0 {
-                    // What our own outbox sends refers to names that it has sent.
-                    if let Some(event) = names.event(&Call::decode(call)) {
-                        records.event(&event)?;
+            Fed::Batch(mut batch) => {
+                names.learn(&mut batch.header);
+                missed = batch.header.missed;
+                let mut written = Ok(());
+                // What our own outbox sends refers to names that it has sent.
+                names.events(&batch.header, &batch.calls, |event| {
+                    if written.is_ok() {
+                        written = records.event(event);
+                        events += 1;
                     }
-                }
-                records.flush()?;
+                });
+                written.and_then(|()| records.flush())?;
             }
             Fed::End(end) => {
                 let entries = end.totals.events + end.totals.dropped();
                 return records.end(end.totals.events, entries);
             }
             Fed::Nothing => {}
-            Fed::Gone => return records.flush(),
+            // What there is until now is worth having.
+            Fed::Gone => return records.end(events, events + missed),
         }
     }
 }

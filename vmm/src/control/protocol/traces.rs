@@ -71,6 +71,12 @@ pub struct Armed {
     /// What calls do not tell of their tasks, and why, in one sentence.
     #[serde(default)]
     pub missing: Option<String>,
+    /// The guest's architecture.
+    #[serde(default)]
+    pub arch: String,
+    /// Whether its integers are big-endian.
+    #[serde(default)]
+    pub big_endian: bool,
 }
 
 /// Calls follow, [`CALL_BYTES`] bytes each.
@@ -85,9 +91,16 @@ pub struct BatchHeader {
     /// from 0 on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub names: Vec<String>,
+    /// Where each of these names is meant: the address, and how far that is behind the beginning of
+    /// what has the name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub places: Vec<(u64, u64)>,
     /// How many events were missed until now.
     #[serde(default)]
     pub missed: u64,
+    /// In front of which calls of this batch events of their CPU are missing, and how many.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gaps: Vec<(usize, u64)>,
 }
 
 /// A trace is over.

@@ -159,6 +159,8 @@ fn watch(
                     stop: Duration::from_micros(3),
                     contexts: true,
                     missing: None,
+                    arch: "x86_64".into(),
+                    big_endian: false,
                 };
                 // A test that only looks at what is armed has no use for it.
                 let _ = outboxes.send(wanted.outbox);
@@ -198,13 +200,14 @@ fn client_ids() -> impl Iterator<Item = ClientId> {
     })
 }
 
+fn name(id: u64, text: &str) -> EventName<'_> {
+    EventName { id, text, address: id << 8, offset: 4 }
+}
+
 fn event(time_ns: u64, function: u64) -> Event<'static> {
-    let (function, caller) = (
-        EventName { id: function, text: NAMES[function as usize] },
-        EventName { id: 9, text: "c" },
-    );
+    let (function, caller) = (name(function, NAMES[function as usize]), name(9, "c"));
     let (task, context) = of_time(time_ns);
-    Event { time_ns, cpu: 1, function, caller, task, context: Some(context) }
+    Event { time_ns, cpu: 1, function, caller, task, context: Some(context), missed: 0 }
 }
 
 /// What the calls of these tests tell of their tasks.
@@ -544,7 +547,7 @@ proptest! {
         let (mut outbox, feed) = Outbox::new();
         let texts: Vec<String> = (0..40).map(|id| "n".repeat(1 + id * 200)).collect();
         for (time, (id, flush)) in (0..).zip(&steps) {
-            let name = EventName { id: *id as u64, text: &texts[*id] };
+            let name = name(*id as u64, &texts[*id]);
             outbox.event(&Event { time_ns: time, function: name, caller: name, ..event(0, 0) }).unwrap();
             if *flush {
                 outbox.flush().unwrap();
@@ -574,12 +577,38 @@ proptest! {
 }
 
 #[test]
+fn places_of_names_and_what_is_missing_come_out_as_they_were_put_in() {
+    let (mut outbox, feed) = Outbox::new();
+    for time in 0..20_000 {
+        let missed = if time % 3000 == 7 { time } else { 0 };
+        outbox.event(&Event { missed, ..event(time, time % 4) }).unwrap();
+        if time % 100 == 0 {
+            outbox.flush().unwrap();
+        }
+    }
+    outbox.end(end(20_000));
+    let mut names = Names::default();
+    let mut expected = 0..;
+    while let Fed::Batch(mut batch) = feed.next(Duration::ZERO) {
+        names.learn(&mut batch.header);
+        let read = names.events(&batch.header, &batch.calls, |given| {
+            let time = expected.next().unwrap();
+            assert_eq!(given.time_ns, time);
+            assert_eq!(given.missed, if time % 3000 == 7 { time } else { 0 });
+            assert_eq!((given.function.address, given.function.offset), ((time % 4) << 8, 4));
+        });
+        assert!(read.is_some());
+    }
+    assert_eq!(expected.next(), Some(20_000));
+}
+
+#[test]
 fn names_beyond_what_is_kept_begin_anew() {
     let (mut outbox, feed) = Outbox::new();
     let mut forgotten = 0;
     let mut in_force = 0;
     for id in 0..(MAX_NAMES_IN_FORCE as u64 + 10) {
-        let name = EventName { id, text: "x" };
+        let name = name(id, "x");
         outbox.event(&Event { time_ns: id, function: name, caller: name, ..event(0, 0) }).unwrap();
         if id % 1000 == 0 {
             outbox.flush().unwrap();

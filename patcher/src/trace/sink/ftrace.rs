@@ -1,81 +1,9 @@
-//! Where events go once they have names and an order.
+//! The text of tracefs.
 
 use std::io::{self, Seek, SeekFrom, Write};
-use std::ops::Deref;
 
-use super::context::UNKNOWN;
-pub use super::context::{Context, Task};
-
-/// The name of a function, and a number that stands for nothing else in the same trace. A name may
-/// have several numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Name<'a> {
-    /// The number.
-    pub id: u64,
-    /// The name.
-    pub text: &'a str,
-}
-
-impl Deref for Name<'_> {
-    type Target = str;
-    fn deref(&self) -> &str {
-        self.text
-    }
-}
-
-/// One traced call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Event<'a> {
-    /// Nanoseconds since the guest's time-stamp clock read zero.
-    pub time_ns: u64,
-    /// On which CPU it began.
-    pub cpu: u16,
-    /// The function that was called.
-    pub function: Name<'a>,
-    /// The function that called it.
-    pub caller: Name<'a>,
-    /// The task that made the call; `None` where records do not tell.
-    pub task: Option<Task<'a>>,
-    /// What the CPU was in the middle of; `None` where records do not tell.
-    pub context: Option<Context>,
-}
-
-/// What a sink is told of a trace as it begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Beginning {
-    /// How many CPUs the guest has.
-    pub cpus: usize,
-    /// Whether its events have a [`Context`].
-    pub contexts: bool,
-}
-
-/// Takes events in the order of their time.
-pub trait Sink {
-    /// Begins a trace.
-    ///
-    /// # Errors
-    /// What writing says.
-    fn begin(&mut self, beginning: &Beginning) -> io::Result<()>;
-
-    /// Takes one event.
-    ///
-    /// # Errors
-    /// What writing says. [`io::ErrorKind::WouldBlock`] means that there is no room for this one:
-    /// it is counted as dropped, and the next one is tried.
-    fn event(&mut self, event: &Event<'_>) -> io::Result<()>;
-
-    /// Lets a reader see everything up to now.
-    ///
-    /// # Errors
-    /// What writing says.
-    fn flush(&mut self) -> io::Result<()>;
-
-    /// Ends the trace: `written` events are in it, out of `entries` that there were.
-    ///
-    /// # Errors
-    /// What writing says.
-    fn end(&mut self, written: u64, entries: u64) -> io::Result<()>;
-}
+use super::super::context::UNKNOWN;
+use super::{Beginning, Event, Sink, decimal};
 
 /// The text of tracefs' `trace` file with the `function` tracer. Of a trace whose events have no
 /// [`Context`] it is what tracefs shows with the option `irq-info` off; a task that is not known is
@@ -88,7 +16,8 @@ pub trait Sink {
 pub struct FtraceText<W: Write> {
     out: W,
     line: Vec<u8>,
-    beginning: Beginning,
+    cpus: usize,
+    contexts: bool,
     /// How the header is put right at the end, where the output can be sought.
     rewrite: Option<Rewrite<W>>,
 }
@@ -120,15 +49,15 @@ const COLUMNS_WITH_CONTEXT: &str = "\
 impl<W: Write> FtraceText<W> {
     /// Text to something that is only appended to; its header can't tell how many events follow.
     pub fn stream(out: W) -> Self {
-        let beginning = Beginning { cpus: 0, contexts: false };
-        Self { out, line: Vec::with_capacity(BUFFER + 512), beginning, rewrite: None }
+        let line = Vec::with_capacity(BUFFER + 512);
+        Self { out, line, cpus: 0, contexts: false, rewrite: None }
     }
 
     /// The header. Two counts of 20 digits take the same room as any other.
     fn header(&self, written: u64, entries: u64) -> String {
-        let counts = format!("{written}/{entries}   #P:{}", self.beginning.cpus);
+        let counts = format!("{written}/{entries}   #P:{}", self.cpus);
         let counts = if self.rewrite.is_some() { format!("{counts:<50}") } else { counts };
-        let columns = if self.beginning.contexts { COLUMNS_WITH_CONTEXT } else { COLUMNS };
+        let columns = if self.contexts { COLUMNS_WITH_CONTEXT } else { COLUMNS };
         format!(
             "# tracer: function\n#\n# entries-in-buffer/entries-written: {counts}\n#\n{columns}"
         )
@@ -154,8 +83,8 @@ impl<W: Write + Seek> FtraceText<W> {
 }
 
 impl<W: Write> Sink for FtraceText<W> {
-    fn begin(&mut self, beginning: &Beginning) -> io::Result<()> {
-        self.beginning = *beginning;
+    fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
+        (self.cpus, self.contexts) = (beginning.cpus, beginning.contexts);
         let header = self.header(0, 0);
         self.line.extend_from_slice(header.as_bytes());
         self.flush()
@@ -163,6 +92,14 @@ impl<W: Write> Sink for FtraceText<W> {
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
         let line = &mut self.line;
+        if event.missed > 0 {
+            // "CPU:%d [LOST %lu EVENTS]", as of `print_trace_line`.
+            line.extend_from_slice(b"CPU:");
+            decimal(line, u64::from(event.cpu), 0, b' ');
+            line.extend_from_slice(b" [LOST ");
+            decimal(line, event.missed, 0, b' ');
+            line.extend_from_slice(b" EVENTS]\n");
+        }
         // "%16s-%-7d [%03d] %c%c%c%c%c %5lu.%06lu: %s <-%s", of which irq-info is the letters.
         let (name, pid) = match &event.task {
             Some(task) => (task.shown().as_bytes(), task.pid),
@@ -177,10 +114,11 @@ impl<W: Write> Sink for FtraceText<W> {
         line.extend_from_slice(b" [");
         decimal(line, u64::from(event.cpu), 3, b'0');
         line.extend_from_slice(b"] ");
-        if self.beginning.contexts {
+        if self.contexts {
             line.extend_from_slice(&event.context.unwrap_or_default().letters());
         }
-        let microseconds = event.time_ns / 1000;
+        // As the kernel rounds (`ns2usecs`).
+        let microseconds = event.time_ns.saturating_add(500) / 1000;
         line.push(b' ');
         decimal(line, microseconds / 1_000_000, 5, b' ');
         line.push(b'.');
@@ -208,27 +146,15 @@ impl<W: Write> Sink for FtraceText<W> {
     }
 }
 
-/// Appends a decimal number at least `width` wide; `write!` would take most of the time that an
-/// event costs.
-fn decimal(line: &mut Vec<u8>, mut value: u64, width: usize, pad: u8) {
-    let mut digits = [0_u8; 20];
-    let mut at = digits.len();
-    loop {
-        at -= 1;
-        digits[at] = b'0' + (value % 10) as u8;
-        value /= 10;
-        if value == 0 {
-            break;
-        }
-    }
-    let len = digits.len() - at;
-    line.resize(line.len() + width.saturating_sub(len), pad);
-    line.extend_from_slice(&digits[at..]);
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::tests::BEGINNING;
+    use super::super::{Context, Name, Task};
     use super::*;
+
+    const fn name(id: u64, text: &str) -> Name<'_> {
+        Name { id, text, address: 0, offset: 0 }
+    }
 
     const fn event(
         time_ns: u64,
@@ -236,17 +162,17 @@ mod tests {
         function: &'static str,
         caller: &'static str,
     ) -> Event<'static> {
-        let (function, caller) = (Name { id: 0, text: function }, Name { id: 1, text: caller });
-        Event { time_ns, cpu, function, caller, task: None, context: None }
+        let (function, caller) = (name(0, function), name(1, caller));
+        Event { time_ns, cpu, function, caller, task: None, context: None, missed: 0 }
     }
 
-    const fn beginning(cpus: usize) -> Beginning {
-        Beginning { cpus, contexts: false }
+    const fn beginning(cpus: usize) -> Beginning<'static> {
+        Beginning { cpus, contexts: false, ..BEGINNING }
     }
 
     const EVENTS: [Event<'static>; 2] = [
         event(7_754_083_999, 1, "vfs_read", "ksys_read"),
-        event(123_456_000_001_000, 12, "f", "0xffffffffc0001234"),
+        Event { missed: 7, ..event(123_456_000_001_000, 12, "f", "0xffffffffc0001234") },
     ];
 
     fn trace<W: Write>(sink: &mut FtraceText<W>) {
@@ -268,7 +194,8 @@ mod tests {
 #
 #           TASK-PID     CPU#     TIMESTAMP  FUNCTION
 #              | |         |         |         |
-           <...>-0       [001]      7.754083: vfs_read <-ksys_read
+           <...>-0       [001]      7.754084: vfs_read <-ksys_read
+CPU:12 [LOST 7 EVENTS]
            <...>-0       [012]  123456.000001: f <-0xffffffffc0001234
 "
         );
@@ -277,7 +204,7 @@ mod tests {
     #[test]
     fn what_records_tell_of_tasks_and_interrupts_is_in_the_columns_of_tracefs() {
         let mut sink = FtraceText::stream(Vec::new());
-        sink.begin(&Beginning { cpus: 2, contexts: true }).unwrap();
+        sink.begin(&Beginning { cpus: 2, ..BEGINNING }).unwrap();
         let task = |pid, comm| Some(Task { pid, comm });
         let none = Context::default();
         let softirq = Context { irqs_off: true, softirq: true, preempt_depth: 1, ..none };
@@ -321,8 +248,8 @@ a-name-of-fiftee-4194303 [001] .....     7.754083: rw_verify_area <-do_sendfile
         let text = String::from_utf8(sink.out.into_inner()).unwrap();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[2].trim_end(), "# entries-in-buffer/entries-written: 2/5   #P:2");
-        assert_eq!(lines.len(), 8);
-        assert!(lines[6].starts_with("           <...>-0       [001]      7.754083: vfs_read"));
+        assert_eq!((lines.len(), lines[7]), (9, "CPU:12 [LOST 7 EVENTS]"));
+        assert!(lines[6].starts_with("           <...>-0       [001]      7.754084: vfs_read"));
     }
 
     #[test]

@@ -1,0 +1,36 @@
+//! Recordings: traces as they came, cheap to write, to be read back and made into any other form.
+//!
+//! `docs/recording-format.md` describes the file. It is a row of blocks that are only ever appended,
+//! each with a check sum, so what was flushed is there whatever became of the writer. A block that is
+//! cut or spoilt ends what can be read; everything in front of it is whole.
+
+mod block;
+mod reader;
+mod recorder;
+#[cfg(test)]
+mod tests;
+
+pub use reader::{Recording, RecordingError, Tail};
+pub use recorder::Recorder;
+
+/// What a recording begins with. The first byte is no text's, and the last two are changed by what
+/// takes it for text.
+const MAGIC: [u8; 8] = *b"\x89VMMREC\n";
+
+/// The one version of the format that there is.
+const VERSION: u32 = 1;
+
+/// Bytes in a block at most, beside its header.
+const MAX_BLOCK: usize = 1 << 20;
+
+/// Names that calls can refer to at a time, and tasks likewise.
+const MAX_KNOWN: usize = 1 << 18;
+
+/// Bytes that these names have together at most.
+const MAX_KNOWN_BYTES: usize = 32 << 20;
+
+/// Bytes of a name at most; longer ones are cut.
+const MAX_NAME: usize = 1024;
+
+/// Bytes of a call.
+const CALL_BYTES: usize = 24;

@@ -1,0 +1,166 @@
+//! One JSON object a line, for programs.
+
+use std::io::{self, Write};
+
+use super::{Beginning, Event, Sink, decimal};
+
+/// Events are written out when this many bytes of text have come together.
+const BUFFER: usize = 256 << 10;
+
+/// JSON lines. The first line tells of the guest, each of the others of one call, and the last of the
+/// whole: `docs/user-guide.md` says what is in them.
+pub struct JsonLines<W> {
+    out: W,
+    text: Vec<u8>,
+}
+
+impl<W: Write> JsonLines<W> {
+    /// Lines to `out`.
+    pub fn new(out: W) -> Self {
+        Self { out, text: Vec::with_capacity(BUFFER + 2048) }
+    }
+
+    fn write_out(&mut self) -> io::Result<()> {
+        let result = self.out.write_all(&self.text);
+        self.text.clear();
+        result
+    }
+}
+
+impl<W: Write> Sink for JsonLines<W> {
+    fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
+        let text = &mut self.text;
+        text.extend_from_slice(
+            b"{\"type\":\"begin\",\"format\":1,\"tracer\":\"function\",\"cpus\":",
+        );
+        decimal(text, beginning.cpus as u64, 0, b' ');
+        text.extend_from_slice(b",\"release\":");
+        string(text, beginning.release);
+        text.extend_from_slice(b",\"arch\":");
+        string(text, beginning.architecture);
+        text.extend_from_slice(b"}\n");
+        self.flush()
+    }
+
+    fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
+        let text = &mut self.text;
+        text.extend_from_slice(b"{\"type\":\"call\",\"time_ns\":");
+        decimal(text, event.time_ns, 0, b' ');
+        text.extend_from_slice(b",\"cpu\":");
+        decimal(text, u64::from(event.cpu), 0, b' ');
+        if let Some(task) = event.task {
+            text.extend_from_slice(b",\"pid\":");
+            decimal(text, u64::from(task.pid), 0, b' ');
+            if let Some(comm) = task.comm {
+                text.extend_from_slice(b",\"comm\":");
+                string(text, comm);
+            }
+        }
+        if let Some(context) = event.context {
+            for (name, value) in [
+                (&b",\"irqs_off\":"[..], context.irqs_off),
+                (b",\"bh_off\":", context.bottom_halves_off),
+                (b",\"need_resched\":", context.need_resched),
+                (b",\"hardirq\":", context.hardirq),
+                (b",\"softirq\":", context.softirq),
+                (b",\"nmi\":", context.nmi),
+            ] {
+                if value {
+                    text.extend_from_slice(name);
+                    text.extend_from_slice(b"true");
+                }
+            }
+            text.extend_from_slice(b",\"preempt_depth\":");
+            decimal(text, u64::from(context.preempt_depth), 0, b' ');
+        }
+        for (name, at, function) in [
+            (&b",\"function\":"[..], &b",\"ip\":\"0x"[..], event.function),
+            (b",\"caller\":", b",\"parent_ip\":\"0x", event.caller),
+        ] {
+            text.extend_from_slice(name);
+            string(text, function.text);
+            text.extend_from_slice(at);
+            hexadecimal(text, function.address);
+            text.push(b'"');
+        }
+        if event.missed > 0 {
+            text.extend_from_slice(b",\"missed\":");
+            decimal(text, event.missed, 0, b' ');
+        }
+        text.extend_from_slice(b"}\n");
+        if text.len() >= BUFFER { self.write_out() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.write_out()?;
+        self.out.flush()
+    }
+
+    fn end(&mut self, written: u64, entries: u64) -> io::Result<()> {
+        let text = &mut self.text;
+        text.extend_from_slice(b"{\"type\":\"end\",\"events\":");
+        decimal(text, written, 0, b' ');
+        text.extend_from_slice(b",\"missed\":");
+        decimal(text, entries.saturating_sub(written), 0, b' ');
+        text.extend_from_slice(b"}\n");
+        self.flush()
+    }
+}
+
+/// Appends a JSON string.
+fn string(text: &mut Vec<u8>, value: &str) {
+    text.push(b'"');
+    for byte in value.bytes() {
+        match byte {
+            b'"' | b'\\' => text.extend([b'\\', byte]),
+            0..0x20 => {
+                text.extend_from_slice(b"\\u00");
+                text.extend([b'0' + (byte >> 4), b"0123456789abcdef"[usize::from(byte & 15)]]);
+            }
+            _ => text.push(byte),
+        }
+    }
+    text.push(b'"');
+}
+
+/// Appends a number's sixteen digits.
+fn hexadecimal(text: &mut Vec<u8>, value: u64) {
+    let digit = |at: u32| b"0123456789abcdef"[(value >> (4 * at)) as usize & 15];
+    text.extend((0..16).rev().map(digit));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{BEGINNING, EVENTS};
+    use super::super::{Name, Task};
+    use super::*;
+
+    fn lines(events: &[Event<'_>]) -> String {
+        let mut sink = JsonLines::new(Vec::new());
+        sink.begin(&BEGINNING).unwrap();
+        events.iter().for_each(|event| sink.event(event).unwrap());
+        sink.end(events.len() as u64, 5).unwrap();
+        String::from_utf8(sink.out).unwrap()
+    }
+
+    #[test]
+    fn each_call_is_an_object_on_a_line_of_its_own() {
+        assert_eq!(
+            lines(&EVENTS),
+            r#"{"type":"begin","format":1,"tracer":"function","cpus":13,"release":"6.1","arch":"x86_64"}
+{"type":"call","time_ns":7754083999,"cpu":1,"pid":94,"comm":"busybox","irqs_off":true,"hardirq":true,"preempt_depth":1,"function":"vfs_read","ip":"0xffffffff81000104","caller":"ksys_read","parent_ip":"0xffffffff8100024c"}
+{"type":"call","time_ns":123456000001000,"cpu":12,"function":"f","ip":"0xffffffff81000300","caller":"0xffffffffc0001234","parent_ip":"0xffffffffc0001234","missed":3}
+{"type":"end","events":2,"missed":3}
+"#
+        );
+    }
+
+    #[test]
+    fn names_that_need_it_are_escaped() {
+        let odd = Name { text: "a\"b\\c\u{1f}\u{7f}ü", ..EVENTS[0].function };
+        let task = Some(Task { pid: 1, comm: Some("a b") });
+        let text = lines(&[Event { function: odd, task, ..EVENTS[0] }]);
+        assert!(text.contains("\"comm\":\"a b\""), "{text}");
+        assert!(text.contains("\"function\":\"a\\\"b\\\\c\\u001f\u{7f}ü\""), "{text}");
+    }
+}

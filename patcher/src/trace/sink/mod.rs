@@ -1,0 +1,183 @@
+//! Where events go once they have names and an order.
+
+use std::io;
+use std::ops::Deref;
+
+use crate::arch::ByteOrder;
+use crate::kernel::Kernel;
+
+mod ftrace;
+mod json;
+mod perfetto;
+mod trace_dat;
+
+pub use ftrace::FtraceText;
+pub use json::JsonLines;
+pub use perfetto::Perfetto;
+pub use trace_dat::TraceDat;
+
+pub use super::context::{Context, Task};
+
+/// The name of a function, and a number that stands for nothing else in the same trace. A name may
+/// have several numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Name<'a> {
+    /// The number.
+    pub id: u64,
+    /// The name.
+    pub text: &'a str,
+    /// The address that is meant: of the pad of a function that is called, as in ftrace's own
+    /// records, and the one that is returned to in its caller.
+    pub address: u64,
+    /// How far that is behind the beginning of what has the name, in bytes.
+    pub offset: u64,
+}
+
+impl Deref for Name<'_> {
+    type Target = str;
+    fn deref(&self) -> &str {
+        self.text
+    }
+}
+
+/// One traced call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Event<'a> {
+    /// Nanoseconds since the guest's time-stamp clock read zero.
+    pub time_ns: u64,
+    /// On which CPU it began.
+    pub cpu: u16,
+    /// The function that was called.
+    pub function: Name<'a>,
+    /// The function that called it.
+    pub caller: Name<'a>,
+    /// The task that made the call; `None` where records do not tell.
+    pub task: Option<Task<'a>>,
+    /// What the CPU was in the middle of; `None` where records do not tell.
+    pub context: Option<Context>,
+    /// How many events of this CPU are missing right before this one.
+    pub missed: u64,
+}
+
+/// What a sink is told of a trace as it begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Beginning<'a> {
+    /// How many CPUs the guest has.
+    pub cpus: usize,
+    /// Whether its events have a [`Context`].
+    pub contexts: bool,
+    /// The kernel's release.
+    pub release: &'a str,
+    /// The guest's architecture, as `uname -m` has it.
+    pub architecture: &'a str,
+    /// How the guest's integers lie in memory.
+    pub order: ByteOrder,
+}
+
+impl<'a> Beginning<'a> {
+    /// Of a trace of a guest with so many CPUs that runs this kernel.
+    #[must_use]
+    pub fn of(kernel: &'a Kernel, cpus: usize, contexts: bool) -> Self {
+        Self {
+            cpus,
+            contexts,
+            release: kernel.release(),
+            architecture: kernel.arch().name(),
+            order: kernel.arch().byte_order(),
+        }
+    }
+}
+
+/// Takes events in the order of their time.
+pub trait Sink {
+    /// Begins a trace.
+    ///
+    /// # Errors
+    /// What writing says.
+    fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()>;
+
+    /// Takes one event.
+    ///
+    /// # Errors
+    /// What writing says. [`io::ErrorKind::WouldBlock`] means that there is no room for this one:
+    /// it is counted as dropped, and the next one is tried.
+    fn event(&mut self, event: &Event<'_>) -> io::Result<()>;
+
+    /// Lets a reader see everything up to now.
+    ///
+    /// # Errors
+    /// What writing says.
+    fn flush(&mut self) -> io::Result<()>;
+
+    /// Ends the trace: `written` events are in it, out of `entries` that there were.
+    ///
+    /// # Errors
+    /// What writing says.
+    fn end(&mut self, written: u64, entries: u64) -> io::Result<()>;
+}
+
+/// Appends a decimal number at least `width` wide; `write!` would take most of the time that an
+/// event costs.
+fn decimal(line: &mut Vec<u8>, mut value: u64, width: usize, pad: u8) {
+    let mut digits = [0_u8; 20];
+    let mut at = digits.len();
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (value % 10) as u8;
+        value /= 10;
+        if value == 0 {
+            break;
+        }
+    }
+    let len = digits.len() - at;
+    line.resize(line.len() + width.saturating_sub(len), pad);
+    line.extend_from_slice(&digits[at..]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The beginning of the trace that [`EVENTS`] are in.
+    pub const BEGINNING: Beginning<'_> = Beginning {
+        cpus: 13,
+        contexts: true,
+        release: "6.1",
+        architecture: "x86_64",
+        order: ByteOrder::Little,
+    };
+
+    const fn name(id: u64, text: &'static str, address: u64, offset: u64) -> Name<'static> {
+        Name { id, text, address, offset }
+    }
+
+    /// One of which all is known, and one of which little is, from a caller without a name.
+    pub const EVENTS: [Event<'static>; 2] = [
+        Event {
+            time_ns: 7_754_083_999,
+            cpu: 1,
+            function: name(0, "vfs_read", 0xffff_ffff_8100_0104, 4),
+            caller: name(1, "ksys_read", 0xffff_ffff_8100_024c, 0x4c),
+            task: Some(Task { pid: 94, comm: Some("busybox") }),
+            context: Some(Context {
+                irqs_off: true,
+                bottom_halves_off: false,
+                need_resched: false,
+                hardirq: true,
+                softirq: false,
+                nmi: false,
+                preempt_depth: 1,
+            }),
+            missed: 0,
+        },
+        Event {
+            time_ns: 123_456_000_001_000,
+            cpu: 12,
+            function: name(2, "f", 0xffff_ffff_8100_0300, 0),
+            caller: name(3, "0xffffffffc0001234", 0xffff_ffff_c000_1234, 0),
+            task: None,
+            context: None,
+            missed: 3,
+        },
+    ];
+}
