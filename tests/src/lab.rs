@@ -194,7 +194,8 @@ impl<'a> Trace<'a> {
     }
 
     /// Checks that one process of the workload that reads made all calls of a function, at any time but in
-    /// interrupts, and gives its number.
+    /// interrupts, and gives its number. It takes a name of its own before the first of them, which is
+    /// noticed a moment later.
     ///
     /// # Panics
     /// It did not, or its name is not known.
@@ -202,13 +203,18 @@ impl<'a> Trace<'a> {
     pub fn worker(&self, function: &str) -> u32 {
         let mut calls = self.lines.iter().filter(|line| line.function == function);
         let first = calls.next().unwrap_or_else(|| panic!("no call of {function}"));
-        for line in calls.chain([first]) {
-            assert_eq!((line.comm, line.pid), ("proc-read", first.pid), "{line:?}");
+        let mut name = first.comm;
+        for line in [first].into_iter().chain(calls) {
+            let is_known = [name, "proc-read"].contains(&line.comm);
+            assert!(is_known && line.pid == first.pid, "{line:?}");
+            name = line.comm;
             let [irqs, _, interrupt, depth, _] = line.context.as_bytes() else {
                 panic!("{line:?}")
             };
             assert_eq!([irqs, interrupt, depth], [&b'.'; 3], "{line:?}");
         }
+        assert!(["work", "proc-read"].contains(&first.comm), "{first:?}");
+        assert_eq!(name, "proc-read", "the last calls of {function}");
         first.pid
     }
 

@@ -20,7 +20,7 @@ const REST: Duration = Duration::from_millis(5);
 const SHARE: u32 = 20;
 
 /// After that time names are read again although all numbers are known.
-const STALE: Duration = Duration::from_secs(1);
+const STALE: Duration = Duration::from_millis(100);
 
 /// How long it takes at least until it is tried again to tell where tasks are.
 const RETRY: Duration = Duration::from_millis(500);
