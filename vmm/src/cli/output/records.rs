@@ -1,7 +1,7 @@
 //! A trace that is written.
 
 use std::fs::File;
-use std::io::{self, BufWriter};
+use std::io::{self, BufWriter, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -39,6 +39,12 @@ impl Records {
     /// It can't be written, is one of `inputs`, or can't have that form.
     pub fn open(to: &Destination, inputs: &[&Path], stop: Arc<AtomicBool>) -> Result<Self> {
         let Opened { file, name, is_file } = to.output.open(inputs)?;
+        let is_binary = matches!(to.format(), Format::Perfetto | Format::Vmm);
+        ensure!(
+            !(is_binary && file.is_terminal()),
+            "what was asked for is no text, and can't be shown on a terminal; name a file by -o, or \
+             send it through a pipe"
+        );
         let kept = if is_file { Some(file.try_clone()?) } else { None };
         let out = |file| match is_file {
             true => Out::File(file),

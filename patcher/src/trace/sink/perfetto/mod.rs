@@ -17,7 +17,7 @@ mod tests;
 
 use schema::{
     DebugAnnotation, EventType, InternedData, InternedName, ProcessDescriptor, ThreadDescriptor,
-    Trace, TracePacket, TrackDescriptor, TrackEvent,
+    TracePacket, TrackDescriptor, TrackEvent,
 };
 
 /// Packets are written out when this many bytes of them have come together.
@@ -25,6 +25,10 @@ const BUFFER: usize = 256 << 10;
 
 /// Functions and callers that have numbers at a time, and tasks that are remembered.
 const MAX_KNOWN: usize = 1 << 18;
+
+/// What stands in front of a packet's length: a file is one message `Trace`, of which packets are the
+/// field 1.
+const PACKET: u8 = 1 << 3 | 2;
 
 /// All packets are one sequence.
 const SEQUENCE: u32 = 1;
@@ -92,7 +96,8 @@ impl<W: Write> Perfetto<W> {
 
     fn packet(&mut self, packet: TracePacket) {
         let packet = TracePacket { trusted_packet_sequence_id: SEQUENCE, ..packet };
-        Trace { packet: vec![packet] }.encode(&mut self.bytes).expect("a Vec has room");
+        self.bytes.push(PACKET);
+        packet.encode_length_delimited(&mut self.bytes).expect("a Vec has room");
     }
 
     fn track(&mut self, track: TrackDescriptor) {

@@ -3,13 +3,6 @@
 
 use prost::{Enumeration, Message};
 
-/// A file is one of these; as encodings can be joined, so are files of one packet each.
-#[derive(Clone, PartialEq, Message)]
-pub struct Trace {
-    #[prost(message, repeated, tag = "1")]
-    pub packet: Vec<TracePacket>,
-}
-
 #[derive(Clone, PartialEq, Message)]
 pub struct TracePacket {
     #[prost(uint64, optional, tag = "8")]

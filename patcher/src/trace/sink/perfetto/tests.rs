@@ -133,9 +133,12 @@ fn names_beyond_what_is_kept_begin_anew() {
         assert!(sink.functions.len() <= MAX_KNOWN);
     }
     sink.end(0, 0).unwrap();
-    let trace = Trace::decode(&sink.out[..]).unwrap();
-    let cleared = trace.packet.iter().filter(|packet| packet.sequence_flags == CLEARED);
-    assert_eq!(cleared.count(), 2);
-    let last = trace.packet.iter().rev().find_map(|packet| packet.track_event.as_ref()).unwrap();
-    assert_eq!(last.name_iid, 10);
+    let (mut bytes, mut cleared, mut last) = (&sink.out[..], 0, None);
+    while let Some(rest) = bytes.strip_prefix(&[PACKET]) {
+        bytes = rest;
+        let packet = TracePacket::decode_length_delimited(&mut bytes).unwrap();
+        cleared += u32::from(packet.sequence_flags == CLEARED);
+        last = packet.track_event.or(last);
+    }
+    assert_eq!((bytes.len(), cleared, last.unwrap().name_iid), (0, 2, 10));
 }
