@@ -76,10 +76,10 @@ fn stream(criterion: &mut Criterion) {
         group.bench_function(title, |bencher| {
             bencher.iter(|| {
                 let mut client = Client::connect(&place, &name).expect("a connection");
-                client.trace(&request, || false).expect("a trace");
+                let armed = client.trace(&request, || false).expect("a trace").expect("a trace");
                 let outbox = taken.recv().expect("an outbox");
                 let feeder = thread::spawn(move || feed(outbox));
-                let mut calls = client.into_calls();
+                let mut calls = client.into_calls(&armed);
                 let mut text = FtraceText::stream(io::sink());
                 let mut count = 0;
                 let take = |event: &Event<'_>| {

@@ -81,8 +81,9 @@ fn instructions(guest: &NativeGuest) -> usize {
 fn main() {
     let batches: usize =
         argument("--batches").map_or(4000, |count| count.parse().expect("a number"));
-    let [without, with] = [false, true].map(|clock| NativeGuest::with_cpus(2, RING, clock));
-    let (without, with) = (without.expect("low memory"), with.expect("low memory"));
+    let guest = |clock, task| NativeGuest::with_cpus(2, RING, clock, task).expect("low memory");
+    let [without, with] = [false, true].map(|clock| guest(clock, true));
+    let [less_without, less_with] = [false, true].map(|clock| guest(clock, false));
     // Either's CPU does: the number is all that is looked at.
     with.cpu(0).enlist().expect("a GS base");
 
@@ -92,6 +93,8 @@ fn main() {
         ("filtered out", with.function(Pad::Idle)),
         ("record without clock", without.function(Pad::Armed)),
         ("record with clock", with.function(Pad::Armed)),
+        ("no task, no clock", less_without.function(Pad::Armed)),
+        ("no task, with clock", less_with.function(Pad::Armed)),
     ];
     let mut times: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     for _ in 0..batches {
@@ -108,6 +111,9 @@ fn main() {
             "filtered out" => "a pad that is left alone; 1 instruction".to_owned(),
             "record without clock" => format!("{less} instructions"),
             "record with clock" => format!("{more} instructions, of which rdtsc takes most"),
+            "no task, no clock" | "no task, with clock" => {
+                "what is told of the task is zero".to_owned()
+            }
             _ => String::new(),
         };
         figures.add(name, times.get_mut(name).map_or(f64::NAN, |times| quick(times)), note);

@@ -2,8 +2,8 @@
 //!
 //! A trampoline needs three things of its surroundings: rings within reach of a signed 32-bit
 //! displacement, which the lowest 2 GiB of a process are as well as the highest 2 GiB of a kernel; the
-//! CPU number relative to GS, which user space on x86_64 leaves to whoever wants it; and a call
-//! instruction that brings it there.
+//! CPU number and the current task relative to GS, which user space on x86_64 leaves to whoever wants it;
+//! and a call instruction that brings it there.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -11,7 +11,7 @@ use std::ptr;
 
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
-use patcher::arch::{Arch, Logger, ReturnForm};
+use patcher::arch::{Arch, Logger, PidPlace, ReturnForm, TaskPlaces};
 use patcher::region::{RegionWindow, RingLayout, rings_window_len};
 use vm_memory::VolatileSlice;
 
@@ -20,6 +20,20 @@ const CODE_BYTES: usize = 4096;
 
 /// Where the trampoline is in the page; the pads are before it.
 const TRAMPOLINE_AT: usize = 1024;
+
+/// What a CPU has in the page that its GS points to, beside its number: the address of its task, and the
+/// count that tells of preemption and interrupts.
+const TASK_AT: usize = 8;
+const COUNT_AT: usize = 16;
+
+/// Where a task, which lies in the same page, has its number.
+const PID_AT: usize = 2416;
+
+/// The number of the first CPU's task; the others count from there.
+pub const FIRST_PID: u32 = 1000;
+
+/// The count of every CPU.
+pub const COUNT: u32 = 0x8000_0001;
 
 /// A pad of a function that does nothing else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,30 +90,47 @@ impl NativeGuest {
     /// # Errors
     /// What the system says to the mappings.
     pub fn new(ring_bytes: u64, clock: bool) -> io::Result<Self> {
-        let guest = Self::with_cpus(1, ring_bytes, clock)?;
+        let guest = Self::with_cpus(1, ring_bytes, clock, true)?;
         guest.cpu(0).enlist()?;
         Ok(guest)
     }
 
-    /// A guest of `cpus` CPUs with a ring of `ring_bytes` each. What is called has to be called from
+    /// A guest of `cpus` CPUs with a ring of `ring_bytes` each, whose records tell of the task if `task`
+    /// says so. What is called has to be called from
     /// threads that were made its CPUs.
     ///
     /// # Errors
     /// What the system says to the mappings.
-    pub fn with_cpus(cpus: usize, ring_bytes: u64, clock: bool) -> io::Result<Self> {
+    pub fn with_cpus(cpus: usize, ring_bytes: u64, clock: bool, task: bool) -> io::Result<Self> {
         let rings_len = rings_window_len(cpus, ring_bytes) as usize;
         let rings = LowMemory::new(rings_len)?;
         let mut code = LowMemory::new(CODE_BYTES)?;
-        // The CPU number, 32 bits, at the beginning of a page for each CPU that its GS points to.
+        // A page for each CPU that its GS points to, with the CPU number, 32 bits, at its beginning.
         let mut gs = LowMemory::new(cpus * CODE_BYTES)?;
         for cpu in 0..cpus {
-            gs.write(cpu * CODE_BYTES, &(cpu as u32).to_le_bytes());
+            let page = cpu * CODE_BYTES;
+            gs.write(page, &(cpu as u32).to_le_bytes());
+            let task = gs.address() + page as u64;
+            gs.write(page + TASK_AT, &task.to_le_bytes());
+            gs.write(page + COUNT_AT, &COUNT.to_le_bytes());
+            gs.write(page + PID_AT, &(FIRST_PID + cpu as u32).to_le_bytes());
         }
 
         let layout = RingLayout::new(Gva(rings.address()), rings_len as u64, cpus)
             .map_err(io::Error::other)?;
-        let logger =
-            Logger { cpu_number: 0, rings: layout, clock, resume: 0, returns: ReturnForm::Plain };
+        let places = TaskPlaces {
+            pid: Some(PidPlace::InTask { current: TASK_AT as i32, pid: PID_AT as i32 }),
+            preempt_count: Some(COUNT_AT as i32),
+        };
+        let task = if task { places } else { TaskPlaces::default() };
+        let logger = Logger {
+            cpu_number: 0,
+            rings: layout,
+            clock,
+            resume: 0,
+            returns: ReturnForm::Plain,
+            task,
+        };
         let base = code.address();
         let trampoline = Gva(base + TRAMPOLINE_AT as u64);
         let bytes = X86_64.assemble_logger(trampoline, &logger).map_err(io::Error::other)?;

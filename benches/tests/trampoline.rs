@@ -4,8 +4,9 @@
 
 use std::arch::asm;
 
-use benches::native::{NativeGuest, Pad};
-use patcher::arch::ByteOrder;
+use benches::native::{COUNT, FIRST_PID, NativeGuest, Pad};
+use patcher::arch::x86_64::X86_64;
+use patcher::arch::{Arch, ByteOrder, TaskWords};
 use patcher::trace::ring::RingReader;
 
 /// Everything that a call may see or change.
@@ -114,8 +115,14 @@ fn every_register_and_flag_is_as_it_was() {
     assert!(records.windows(2).all(|pair| pair[0].time < pair[1].time));
     let behind_pad = guest.address(Pad::Armed) as u32 + 5;
     assert!(records.iter().all(|record| record.ip == behind_pad && record.cpu == 0));
-    let caller = records[0].parent;
-    assert!(records.iter().all(|record| record.parent == caller));
+    // A process runs with interrupts on.
+    let told = TaskWords { pid: FIRST_PID, irqs_off: false, preempt_count: COUNT };
+    assert!(records.iter().all(|record| {
+        let [task, count] = record.task;
+        X86_64.task_words([(record.parent >> 32) as u32, task, count]) == told
+    }));
+    let caller = records[0].parent as u32;
+    assert!(records.iter().all(|record| record.parent as u32 == caller));
 }
 
 #[test]

@@ -9,7 +9,10 @@ use std::time::{Duration, Instant};
 
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
-use patcher::arch::{Arch, ByteOrder, Logger, ReturnForm, assemble_stub, stub_ip, text_len};
+use patcher::arch::{
+    Arch, ByteOrder, Logger, PidPlace, ReturnForm, TaskPaths, TaskPlaces, TaskWords, assemble_stub,
+    stub_ip, text_len,
+};
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
@@ -56,6 +59,7 @@ pub struct Driver<'m> {
     functions: Vec<BareFunction>,
     shared: Gpa,
     cpu_number: i32,
+    task: TaskPlaces,
     rings: RingLayout,
     code: CodeSpace,
     trampolines: BTreeMap<u16, Range<Gva>>,
@@ -84,6 +88,7 @@ impl<'m> Driver<'m> {
             arch,
             functions: bare.functions().unwrap(),
             shared: Gpa(bare.symbol("shared").unwrap()),
+            task: task_places(arch, &bare),
             bare,
             cpu_number,
             rings,
@@ -215,6 +220,7 @@ impl<'m> Driver<'m> {
             clock: true,
             resume,
             returns: ReturnForm::Plain,
+            task: self.task,
         };
         let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
         let place = || {
@@ -408,7 +414,7 @@ impl<'m> Driver<'m> {
     /// processor.
     ///
     /// # Panics
-    /// If a record is lost, or names no function.
+    /// If a record is lost, names no function, or tells another task than its processor's.
     pub fn recorded(&mut self) -> BTreeMap<String, [u64; CPUS]> {
         let window = self.machine.region(Part::Rings);
         let mut counts = BTreeMap::new();
@@ -418,6 +424,8 @@ impl<'m> Driver<'m> {
             while !reader.read(&window.memory, &mut records, usize::MAX) {}
             assert_eq!((reader.lost(), reader.corrupt()), (0, None));
             for record in records {
+                let words = [(record.parent >> 32) as u32, record.task[0], record.task[1]];
+                assert_eq!(self.arch.task_words(words), task_of(self.arch, cpu), "{record:x?}");
                 let from = self.functions.iter().find(|function| {
                     function.pad + self.arch.pad_len() as u64 == u64::from(record.ip)
                 });
@@ -427,6 +435,37 @@ impl<'m> Driver<'m> {
             }
         }
         counts
+    }
+}
+
+/// Where a guest has what is recorded of the task.
+fn task_places(arch: &dyn Arch, bare: &Bare) -> TaskPlaces {
+    let symbol = |name| i32::try_from(bare.symbol(name).unwrap()).unwrap();
+    match arch.task_paths() {
+        TaskPaths::FixedArea(area) => TaskPlaces {
+            pid: Some(PidPlace::Fixed(area.pid)),
+            preempt_count: Some(area.preempt_count),
+        },
+        paths => TaskPlaces {
+            pid: Some(PidPlace::InTask {
+                current: match paths {
+                    TaskPaths::PerCpu { .. } => symbol("current_task"),
+                    _ => 0,
+                },
+                pid: symbol("task_pid"),
+            }),
+            preempt_count: Some(symbol("preempt_count")),
+        },
+    }
+}
+
+/// What records of that processor tell of its task: guest-images/bare/task.h, and on x86_64 interrupts
+/// are off on both.
+fn task_of(arch: &dyn Arch, cpu: usize) -> TaskWords {
+    TaskWords {
+        pid: 101 + cpu as u32,
+        irqs_off: cpu == 0 || arch.name() == "x86_64",
+        preempt_count: [0x8001_0203, 5][cpu],
     }
 }
 

@@ -177,7 +177,8 @@ pub fn every_call_makes_one_record(architecture: Architecture, series: Series) {
     let folder = Folder::new(architecture, &format!("exact-{architecture}-{series}"));
     let work = "proc-read:/proc/version:10000@0+proc-read:/proc/uptime:10000@1,faults:5000";
     let mut command = folder.run(series, &format!("vmm.work={work}"));
-    command.args(["--trace", "func", "-f", "*_proc_show", "-f", "handle_mm_fault", "-o"]);
+    command.args(["--trace", "func", "-f", "*_proc_show", "-f", "handle_mm_fault"]);
+    command.args(["-f", "hrtimer_interrupt", "-f", "run_timer_softirq", "-o"]);
     let output = output(command.arg(folder.path("trace.vmmrec")).spawn().unwrap());
     let said = said(&output);
     assert_eq!(output.status.code(), Some(0), "{said}");
@@ -190,6 +191,9 @@ pub fn every_call_makes_one_record(architecture: Architecture, series: Series) {
     assert_eq!(trace.count("version_proc_show"), 10_000, "{said}");
     assert_eq!(trace.count("uptime_proc_show"), 10_000, "{said}");
     assert!(trace.count("handle_mm_fault") >= 5000, "{said}");
+    assert_ne!(trace.worker("version_proc_show"), trace.worker("uptime_proc_show"));
+    trace.check_interrupts("hrtimer_interrupt", "hH");
+    trace.check_interrupts("run_timer_softirq", "s");
     for (function, cpu) in [("version_proc_show", 0), ("uptime_proc_show", 1)] {
         let mut lines = trace.lines.iter().filter(|line| line.function == function);
         assert!(lines.all(|line| (line.caller, line.cpu) == ("seq_read_iter", cpu)));

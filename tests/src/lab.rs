@@ -140,6 +140,12 @@ pub fn vmm() -> PathBuf {
 /// One event of a trace in the form of tracefs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line<'a> {
+    /// The task's name.
+    pub comm: &'a str,
+    /// The task's number.
+    pub pid: u32,
+    /// What the CPU was in the middle of: the five letters of irq-info.
+    pub context: &'a str,
     /// The CPU.
     pub cpu: usize,
     /// Microseconds.
@@ -166,7 +172,7 @@ impl<'a> Trace<'a> {
     /// It is not what tracefs would print.
     #[must_use]
     pub fn parse(text: &'a str) -> Self {
-        let header: Vec<&str> = text.lines().take(6).map(str::trim_end).collect();
+        let header: Vec<&str> = text.lines().take(12).map(str::trim_end).collect();
         let counts = header
             .get(2)
             .and_then(|line| line.strip_prefix("# entries-in-buffer/entries-written: "))
@@ -174,9 +180,10 @@ impl<'a> Trace<'a> {
             .unwrap_or_else(|| panic!("no counts in {header:#?}"));
         let (written, entries) = counts.split_once('/').expect("two counts");
         assert_eq!(header[0], "# tracer: function");
-        assert_eq!(header[4], "#           TASK-PID     CPU#     TIMESTAMP  FUNCTION");
-        assert_eq!(header[5], "#              | |         |         |         |");
-        let events = text.lines().skip(6).filter(|line| !line.starts_with("CPU:"));
+        assert_eq!(header[4], "#                                _-----=> irqs-off/BH-disabled");
+        assert_eq!(header[10], "#           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION");
+        assert_eq!(header[11], "#              | |         |   |||||     |         |");
+        let events = text.lines().skip(12).filter(|line| !line.starts_with("CPU:"));
         Self {
             promised: (written.parse().unwrap(), entries.parse().unwrap()),
             // Between them is said where events are missing.
@@ -188,6 +195,44 @@ impl<'a> Trace<'a> {
     #[must_use]
     pub fn count(&self, function: &str) -> usize {
         self.lines.iter().filter(|line| line.function == function).count()
+    }
+
+    /// Checks that one process of the workload that reads made all calls of a function, at any time but in
+    /// interrupts, and gives its number. It takes a name of its own before the first of them, which is
+    /// noticed a moment later, as is where a kernel without a description of its types has its tasks.
+    ///
+    /// # Panics
+    /// It did not, or its name is not known.
+    #[must_use]
+    pub fn worker(&self, function: &str) -> u32 {
+        let mut calls = self.lines.iter().filter(|line| line.function == function);
+        let first = calls.next().unwrap_or_else(|| panic!("no call of {function}"));
+        let mut name = first.comm;
+        for line in [first].into_iter().chain(calls) {
+            let is_known = [name, "work", "proc-read"].contains(&line.comm);
+            assert!(is_known && line.pid == first.pid, "{line:?}");
+            name = line.comm;
+            let [irqs, _, interrupt, depth, _] = line.context.as_bytes() else {
+                panic!("{line:?}")
+            };
+            assert_eq!([irqs, interrupt, depth], [&b'.'; 3], "{line:?}");
+        }
+        assert!(["<...>", "work", "proc-read"].contains(&first.comm), "{first:?}");
+        assert_eq!(name, "proc-read", "the last calls of {function}");
+        first.pid
+    }
+
+    /// Checks that there are calls of a function, all of them made while an interrupt was served that
+    /// one of those letters stands for.
+    ///
+    /// # Panics
+    /// There are none, or one was made at another time.
+    pub fn check_interrupts(&self, function: &str, letters: &str) {
+        let mut calls = self.lines.iter().filter(|line| line.function == function).peekable();
+        assert!(calls.peek().is_some(), "no call of {function}");
+        for line in calls {
+            assert!(line.context[2..3].contains(|letter| letters.contains(letter)), "{line:?}");
+        }
     }
 
     /// Checks what holds for every trace: the header tells how many events there are, and time never
@@ -208,13 +253,18 @@ impl<'a> Trace<'a> {
 impl<'a> Line<'a> {
     fn parse(text: &'a str) -> Self {
         let parse = || {
-            let rest = text.strip_prefix("           <...>-0       [")?;
+            let (task, rest) = text.split_once(" [")?;
+            let (comm, pid) = task.trim().rsplit_once('-')?;
             let (cpu, rest) = rest.split_once("] ")?;
+            let (context, rest) = rest.split_at_checked(5)?;
             let (time, rest) = rest.split_once(": ")?;
             let (seconds, microseconds) = time.trim_start().split_once('.')?;
             let (function, caller) = rest.split_once(" <-")?;
             let seconds: u64 = seconds.parse().ok()?;
             Some(Self {
+                comm,
+                pid: pid.parse().ok()?,
+                context,
                 cpu: cpu.parse().ok()?,
                 time: seconds * 1_000_000 + microseconds.parse::<u64>().ok()?,
                 function,

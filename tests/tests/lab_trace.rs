@@ -29,7 +29,7 @@ fn every_call_makes_one_record(lab: &mut VmmLab) {
     let work =
         "vmm.work=proc-read:/proc/version:10000@0+proc-read:/proc/uptime:12000@1,faults:5000";
     let options = "--trace func -f '*_proc_show' -f handle_mm_fault -f '*timer_interrupt' \
-                   -o /tmp/exact";
+                   -f run_timer_softirq -o /tmp/exact";
     let outcome = lab.succeed(&vmm_run(GUEST, options, work));
     let text = lab.read("/tmp/exact");
     let trace = Trace::parse(&text);
@@ -38,6 +38,9 @@ fn every_call_makes_one_record(lab: &mut VmmLab) {
     assert_eq!(trace.count("version_proc_show"), 10_000, "{outcome}");
     assert_eq!(trace.count("uptime_proc_show"), 12_000, "{outcome}");
     assert!(trace.count("handle_mm_fault") >= 5000, "{outcome}");
+    assert_ne!(trace.worker("version_proc_show"), trace.worker("uptime_proc_show"), "{outcome}");
+    trace.check_interrupts("hrtimer_interrupt", "hH");
+    trace.check_interrupts("run_timer_softirq", "s");
     let interrupts = trace.lines.iter().filter(|line| line.function.contains("timer_interrupt"));
     assert!(interrupts.count() > 100, "no interrupts came between: {outcome}");
     for (function, cpu) in [("version_proc_show", 0), ("uptime_proc_show", 1)] {

@@ -3,11 +3,15 @@
  * where TPIDR_EL1 points, as Linux has its per-CPU variables.
  */
 
+#include "../task.h"
+
 #define PC_CPU		0
 #define PC_CALL		8
 #define PC_TARGET	16
 #define PC_BODIES	24
 #define PC_TRACES	32
+#define PC_PID		40
+#define PC_COUNT	48		/* in its upper half 0 if the task is to leave the processor */
 #define PC_BODY		256
 #define PC_AFTER	512
 #define PC_SIZE		4096
@@ -45,7 +49,10 @@
 
 	.text
 	.globl	start, cpu_number, call_checked, bodies, traces, body, _mcount, ftrace_caller
+	.globl	task_pid, preempt_count
 	.set	cpu_number, PC_CPU
+	.set	task_pid, PC_PID
+	.set	preempt_count, PC_COUNT
 start:
 	mov	x19,#0
 	ldr	x0,=0xc4000003		// PSCI CPU_ON
@@ -66,6 +73,15 @@ start1:
 	msr	tpidr_el1,x0
 	msr	sp_el0,x0		// where Linux has the current task, and its CPU's number
 	str	w19,[x0,#PC_CPU]
+	add	w2,w19,#FIRST_PID
+	str	w2,[x0,#PC_PID]
+	ldr	w2,=(FIRST_COUNT & 0x7fffffff)
+	mov	w3,#(FIRST_COUNT >> 31)
+	cbz	w19,1f
+	ldr	w2,=SECOND_COUNT
+	mov	w3,#(SECOND_COUNT >> 31)
+	msr	daifclr,#2		// no interrupt comes, as no device makes one
+1:	stp	w2,w3,[x0,#PC_COUNT]
 	adrp	x0,stacks
 	add	x0,x0,:lo12:stacks
 	add	x0,x0,#PC_SIZE

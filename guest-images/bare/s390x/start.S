@@ -3,6 +3,8 @@
  * address translation.
  */
 
+#include "../task.h"
+
 #define LOWCORE1	0x10000
 #define STACK0		0x1e000
 #define STACK1		0x1f000
@@ -10,13 +12,16 @@
 /* In a lowcore: what Linux has there, and ours from 0x1000 on. */
 #define LC_FTRACE_316	0x388
 #define LC_FTRACE_318	0x390
+#define LC_PID		0x39c
 #define LC_CPU_NR	0x3a0
+#define LC_COUNT	0x3a8
 #define LC_BODY		0x1000
 #define LC_AFTER	0x1080
 #define LC_SAVED	0x1100
 #define LC_BODIES	0x1180
 #define LC_TRACES	0x1188
 #define LC_CALL		0x1190
+#define LC_MASK		0x1198
 
 	.section .lowcore, "aw"
 	.org	0x1a0			# restart new PSW: how processor 1 begins
@@ -25,8 +30,12 @@
 	.quad	0x0000000180000000, program_check
 	.org	LC_FTRACE_316
 	.quad	_mcount, ftrace_caller
+	.org	LC_PID
+	.long	FIRST_PID
 	.org	LC_CPU_NR
 	.long	0
+	.org	LC_COUNT
+	.long	FIRST_COUNT
 	.org	0x2000
 
 	.text
@@ -41,6 +50,10 @@ start:
 	lgfi	%r2,LOWCORE1
 	lhi	%r3,1
 	st	%r3,LC_CPU_NR(%r2)
+	lhi	%r3,FIRST_PID + 1
+	st	%r3,LC_PID(%r2)
+	iilf	%r3,SECOND_COUNT
+	st	%r3,LC_COUNT(%r2)
 	lhi	%r3,1
 	sigp	%r0,%r3,6		# restart
 	lgfi	%r15,STACK0
@@ -50,6 +63,8 @@ start1:
 	larl	%r2,lowcore1_at
 	spx	0(%r2)
 	lgfi	%r15,STACK1
+	lay	%r1,LC_MASK
+	stosm	0(%r1),2		# no interrupt comes, as no channel is let through
 	lghi	%r2,1
 	brasl	%r14,run
 

@@ -5,6 +5,8 @@
  * 4 GiB; it is mapped at 1 GiB, where the displacements of its code reach.
  */
 
+#include "../task.h"
+
 #define MSR_GS_BASE	0xc0000101
 
 /* In what gs points to. */
@@ -13,6 +15,9 @@
 #define PC_TARGET	16
 #define PC_BODIES	24
 #define PC_TRACES	32
+#define PC_TASK		40		/* the address of the task, which is here too */
+#define PC_PID		48
+#define PC_COUNT	52
 #define PC_BODY		256
 #define PC_AFTER	512
 #define PC_SIZE		4096
@@ -37,7 +42,11 @@
 
 	.section .start, "ax"
 	.globl	pml4, start, cpu_number, call_checked, bodies, traces, body, __fentry__, ftrace_caller
+	.globl	current_task, task_pid, preempt_count
 	.set	cpu_number, PC_CPU
+	.set	current_task, PC_TASK
+	.set	task_pid, PC_PID
+	.set	preempt_count, PC_COUNT
 start:
 	mov	$pml4,%eax
 	mov	%rax,%cr3
@@ -49,6 +58,12 @@ start:
 	mov	$MSR_GS_BASE,%ecx
 	wrmsr
 	mov	%ebx,%gs:PC_CPU
+	lea	areas(%rbp),%rax
+	mov	%rax,%gs:PC_TASK
+	lea	FIRST_PID(%rbx),%eax
+	mov	%eax,%gs:PC_PID
+	mov	counts(,%rbx,4),%eax
+	mov	%eax,%gs:PC_COUNT
 
 	imul	$512,%ebx,%ebp		# an interrupt table of its own: nobody waits for anybody
 	lea	idts(%rbp),%rdi
@@ -218,6 +233,8 @@ fault:
 	call	trapped
 
 	.data
+	.balign	4
+counts:	.long	FIRST_COUNT, SECOND_COUNT
 	.balign	4096
 pml4:
 	.quad	pdpt + 3

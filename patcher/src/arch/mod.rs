@@ -186,6 +186,13 @@ pub trait Arch: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Where the code of a trampoline finds the task that it runs in.
+    fn task_paths(&self) -> TaskPaths;
+
+    /// What the words of a record tell of the task: the word behind the caller's low half, and the two
+    /// behind that.
+    fn task_words(&self, words: [u32; 3]) -> TaskWords;
+
     /// What a vCPU with these registers does, and on which stack.
     fn standing(&self, registers: &Registers) -> Standing;
 
@@ -575,7 +582,50 @@ pub struct Logger {
     pub resume: u16,
     /// How the trampoline returns.
     pub returns: ReturnForm,
+    /// Where it finds what it records of the task; what is not known is recorded as 0.
+    pub task: TaskPlaces,
 }
+
+/// Where the code of a trampoline finds what it records of the task that calls, by distances from what
+/// [`TaskPaths`] says; `None` for what is not known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TaskPlaces {
+    /// The task's number, 32 bits.
+    pub pid: Option<PidPlace>,
+    /// The count that says how often preemption is disabled and what interrupts are served.
+    pub preempt_count: Option<i32>,
+}
+
+/// Where the number of the current task is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PidPlace {
+    /// At the same address on every CPU.
+    Fixed(i32),
+    /// In the current task.
+    InTask {
+        /// Where a CPU finds the address of its current task; not looked at on an architecture that
+        /// has it in a register.
+        current: i32,
+        /// How far from there the number is, in bytes.
+        pid: i32,
+    },
+}
+
+/// What the words of a record say, beside its time and its function, that are told of the task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TaskWords {
+    /// The task's number.
+    pub pid: u32,
+    /// Whether interrupts were off.
+    pub irqs_off: bool,
+    /// The kernel's count (include/linux/preempt.h), bit 31 of which is clear if the task is to leave
+    /// the CPU, where the kernel keeps that there.
+    pub preempt_count: u32,
+}
+
+/// The bits of a record's word that hold the task's number, which is less than 2²²
+/// (`PID_MAX_LIMIT`, include/linux/threads.h).
+pub(crate) const PID_BITS: u32 = 0x00ff_ffff;
 
 /// How many returns of each form were seen in a piece of text.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -597,6 +647,35 @@ pub enum CpuNumber {
     /// In the current task. Each entry leads from the task to the number: through fields of the
     /// kernel's types, by type and name. The entry counts whose fields there all are.
     CurrentTask(&'static [&'static [(&'static str, &'static str)]]),
+}
+
+/// Where the code of a trampoline finds the task that it runs in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TaskPaths {
+    /// In per-CPU variables, most recent kernels first: the address of the current task, and the count.
+    PerCpu {
+        /// The address of the current task.
+        current: &'static [PerCpuVariable],
+        /// The count.
+        preempt_count: &'static [PerCpuVariable],
+    },
+    /// Where the CPU's number is, at the same address on every CPU.
+    FixedArea(FixedArea),
+    /// In the current task, whose address is in a register: the way to the count, from `task_struct` on.
+    CurrentTask(&'static [(&'static str, &'static str)]),
+}
+
+/// What a CPU has at addresses that are the same on every CPU, by distances from the area's beginning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FixedArea {
+    /// Its number, 32 bits.
+    pub number: i32,
+    /// The address of its current task.
+    pub current: i32,
+    /// That task's number, 32 bits.
+    pub pid: i32,
+    /// The count, 32 bits.
+    pub preempt_count: i32,
 }
 
 /// A field of a per-CPU variable.

@@ -24,8 +24,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::addr::Gva;
-use crate::arch::{Logger, PadBytes, PadLayout, assemble_stub, stub_ip};
-use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
+use crate::arch::{Logger, PadBytes, PadLayout, TaskPlaces, assemble_stub, stub_ip};
+use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::Left;
 use crate::region::{Part, Trap};
@@ -166,6 +166,8 @@ pub struct Hooks<'m> {
     region: &'m MappedRegion,
     /// By how far behind the site's instruction functions go on; none until something is traced.
     loggers: BTreeMap<u16, Gva>,
+    /// What those record of tasks.
+    recorded: Option<RecordedTask>,
     stubs: Vec<Stub>,
     hooks: BTreeMap<Gva, Hook>,
     /// Traps that are or may be in the guest.
@@ -183,6 +185,7 @@ impl<'m> Hooks<'m> {
             kernel,
             region,
             loggers: BTreeMap::new(),
+            recorded: None,
             stubs: Vec::new(),
             hooks: BTreeMap::new(),
             traps: BTreeMap::new(),
@@ -267,12 +270,14 @@ impl<'m> Hooks<'m> {
             return Ok(());
         }
         let (arch, ram) = (self.kernel.arch(), self.machine.ram());
+        let recorded = self.kernel.recorded_task(self.machine);
         let logger = Logger {
             cpu_number: self.kernel.cpu_number(ram)?,
             rings: self.region.rings(),
             clock: true,
             resume: 0,
             returns: self.kernel.return_form(ram)?,
+            task: recorded.places(),
         };
         let resumes: BTreeSet<u16> = iter::once(&PadLayout::SINGLE)
             .chain(arch.pad_layouts())
@@ -283,7 +288,18 @@ impl<'m> Hooks<'m> {
             Ok((resume, self.place(|at| Ok(arch.assemble_logger(at, &logger)?))?))
         };
         self.loggers = resumes.into_iter().map(place).collect::<Result<_, HookError>>()?;
+        self.recorded = Some(recorded);
         Ok(())
+    }
+
+    /// What records tell of tasks, and why not the rest; `None` until something is traced.
+    #[must_use]
+    pub fn recorded(&self) -> Option<&RecordedTask> {
+        self.recorded.as_ref()
+    }
+
+    pub(crate) fn recorded_places(&self) -> TaskPlaces {
+        self.recorded().map(RecordedTask::places).unwrap_or_default()
     }
 
     /// Places code that nothing leads to yet.

@@ -56,8 +56,12 @@ impl Hooks<'_> {
         if self.traps.is_empty() {
             return Ok(());
         }
-        let traps = Traps::new(self.traps.values().copied(), self.region.rings());
-        Ok(self.machine.set_traps(Arc::new(traps))?)
+        Ok(self.machine.set_traps(Arc::new(self.all_traps()))?)
+    }
+
+    fn all_traps(&self) -> Traps {
+        let traps = self.traps.values().copied();
+        Traps::new(traps, self.region.rings(), self.recorded_places())
     }
 
     /// Has the engine forget traps that are no longer in the guest: what comes to stand there from
@@ -71,9 +75,8 @@ impl Hooks<'_> {
             })
         });
         if self.traps.len() < before {
-            let traps = Traps::new(self.traps.values().copied(), self.region.rings());
             // It has taken traps before.
-            let _ = self.machine.set_traps(Arc::new(traps));
+            let _ = self.machine.set_traps(Arc::new(self.all_traps()));
         }
     }
 }
@@ -84,7 +87,7 @@ mod tests {
     use super::*;
     use crate::kernel::{MappedRegion, Refusal};
     use crate::machine::Machine;
-    use crate::region::Part;
+    use crate::region::{Part, TrappedCall};
     use crate::synthetic::{Blueprint, Guest};
     use crate::trace::filter::{Filter, Glob};
     use crate::trace::select::Selection;
@@ -129,7 +132,8 @@ mod tests {
         let window = guest.region(Part::Rings);
         for (time, site) in (1..).zip(&sites) {
             let trap = traps.at(site.at).unwrap();
-            traps.record(&window.memory, 1, &trap, kernel.text().start.0, || time);
+            let call = TrappedCall { cpu: 1, parent: kernel.text().start.0, task: [0; 3] };
+            traps.record(&window.memory, &trap, &call, || time);
             if !site.is_unpadded() {
                 assert_eq!(trap.resume, site.at + 5);
                 continue;

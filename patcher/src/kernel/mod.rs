@@ -43,7 +43,9 @@ pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;
 pub use symbols::{Place, Symbol, Symbols};
 pub(crate) use tasks::Reader;
-pub use tasks::{Comm, Task, TaskLayout, TaskLayoutError, TasksError};
+pub use tasks::{
+    Comm, RecordedTask, Task, TaskLayout, TaskLayoutError, TaskPlaceError, TasksError,
+};
 pub use types::TypesError;
 
 /// A kernel found in a guest's memory.

@@ -204,14 +204,7 @@ impl Kernel {
         ram: &dyn PhysMem,
         variables: &[PerCpuVariable],
     ) -> Result<i32, CpuNumberError> {
-        let cpus = self.variable_u32(ram, "nr_cpu_ids")?;
-        if !(1..=MAX_CPUS).contains(&cpus) {
-            return Err(CpuNumberError::Absurd { count: cpus });
-        }
-        let areas = "__per_cpu_offset";
-        let areas_at =
-            self.symbols.address(areas).ok_or(VariableError::NoSymbol { symbol: areas })?;
-
+        let areas = self.per_cpu_areas(ram)?;
         let mut error = CpuNumberError::Variable(VariableError::NoSymbol { symbol: "cpu_number" });
         for variable in variables {
             let Some(begin) = self.symbols.address(variable.symbol) else { continue };
@@ -219,7 +212,7 @@ impl Kernel {
             // Up to 6.14 per-CPU symbols count from zero; since, they are addresses of the top
             // 2 GiB. Both fit a displacement that is sign-extended.
             let Ok(displacement) = i32::try_from(field.0.cast_signed()) else { continue };
-            match self.check_cpu_numbers(ram, areas_at, cpus, field) {
+            match self.check_cpu_numbers(ram, &areas, field) {
                 Ok(()) => return Ok(displacement),
                 Err(reason) => error = reason,
             }
@@ -227,21 +220,36 @@ impl Kernel {
         Err(error)
     }
 
+    /// How far the area of each CPU that the kernel may have is from the addresses of the symbols of
+    /// per-CPU variables.
+    pub(super) fn per_cpu_areas(&self, ram: &dyn PhysMem) -> Result<Vec<u64>, CpuNumberError> {
+        let cpus = self.variable_u32(ram, "nr_cpu_ids")?;
+        if !(1..=MAX_CPUS).contains(&cpus) {
+            return Err(CpuNumberError::Absurd { count: cpus });
+        }
+        let symbol = "__per_cpu_offset";
+        let begin = self.symbols.address(symbol).ok_or(VariableError::NoSymbol { symbol })?;
+        let area = |cpu| {
+            let mut area = [0; 8];
+            self.read_virt(ram, begin + 8 * u64::from(cpu), &mut area)
+                .map_err(|source| CpuNumberError::Unreadable { cpu, source })?;
+            Ok(self.arch.byte_order().u64(area))
+        };
+        (0..cpus).map(area).collect()
+    }
+
     /// Whether `field` of each CPU's area holds the CPU's number.
     fn check_cpu_numbers(
         &self,
         ram: &dyn PhysMem,
-        areas_at: Gva,
-        cpus: u32,
+        areas: &[u64],
         field: Gva,
     ) -> Result<(), CpuNumberError> {
         let order = self.arch.byte_order();
-        for cpu in 0..cpus {
+        for (cpu, area) in (0..).zip(areas) {
             let unreadable = |source| CpuNumberError::Unreadable { cpu, source };
-            let mut area = [0; 8];
-            self.read_virt(ram, areas_at + 8 * u64::from(cpu), &mut area).map_err(unreadable)?;
             let mut number = [0; 4];
-            self.read_virt(ram, field + order.u64(area), &mut number).map_err(unreadable)?;
+            self.read_virt(ram, field + *area, &mut number).map_err(unreadable)?;
             let found = order.u32(number);
             if found != cpu {
                 return Err(CpuNumberError::NotHeld { cpu, found });

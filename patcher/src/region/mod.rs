@@ -42,7 +42,7 @@ pub use payloads::{PayloadSizes, PayloadSpace, Placement};
 pub use rings::{
     HEADER_BYTES, HEADERS_BYTES, MIN_RING_BYTES, RECORD_BYTES, RingLayout, rings_window_len,
 };
-pub use traps::{NoTraps, Trap, Traps};
+pub use traps::{NoTraps, Trap, TrappedCall, Traps};
 
 /// Unit in which region memory is mapped into guests: an x86_64 large page.
 pub const LEAF_BYTES: u64 = 2 << 20;

@@ -1,7 +1,8 @@
 //! Traps that the engine answers: each is one record, made by the host instead of a trampoline.
 //!
 //! An instruction that leaves the guest stands in a function. The engine looks up here whether it is one of
-//! ours, records the call in the ring of that vCPU, and has it go on where the trap says. Whoever reads the rings can't tell such records from a trampoline's.
+//! ours, records the call in the ring of that vCPU, and has it go on where the trap says. Whoever reads the
+//! rings can't tell such records from a trampoline's.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -10,6 +11,7 @@ use vm_memory::{VolatileMemory, VolatileSlice};
 
 use super::RingLayout;
 use crate::addr::Gva;
+use crate::arch::TaskPlaces;
 
 /// A trap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +29,19 @@ pub struct Trap {
 pub struct Traps {
     by_address: FxHashMap<Gva, Trap>,
     rings: Option<RingLayout>,
+    task: TaskPlaces,
+}
+
+/// A call that a trap has met, as its record tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrappedCall {
+    /// On which CPU.
+    pub cpu: usize,
+    /// The address that the function returns to.
+    pub parent: u64,
+    /// The words of a record that tell of the task, as a trampoline writes them: what
+    /// [`Arch::task_words`](crate::arch::Arch::task_words) reads.
+    pub task: [u32; 3],
 }
 
 /// The engine answers no traps.
@@ -38,11 +53,18 @@ pub struct Traps {
 pub struct NoTraps;
 
 impl Traps {
-    /// These traps, whose calls are recorded in rings that are laid out so.
+    /// These traps, whose calls are recorded in rings that are laid out so, with what is found of the task in
+    /// these places.
     #[must_use]
-    pub fn new(traps: impl IntoIterator<Item = Trap>, rings: RingLayout) -> Self {
+    pub fn new(traps: impl IntoIterator<Item = Trap>, rings: RingLayout, task: TaskPlaces) -> Self {
         let by_address = traps.into_iter().map(|trap| (trap.at, trap)).collect();
-        Self { by_address, rings: Some(rings) }
+        Self { by_address, rings: Some(rings), task }
+    }
+
+    /// Where the task of a call is found.
+    #[must_use]
+    pub fn task(&self) -> &TaskPlaces {
+        &self.task
     }
 
     /// Whether there are none.
@@ -57,7 +79,7 @@ impl Traps {
         self.by_address.get(&pc).copied()
     }
 
-    /// Records a call that met `trap` on a CPU, in the window of the rings. `clock` is read as a
+    /// Records a call that met `trap`, in the window of the rings. `clock` is read as a
     /// trampoline does, behind the reserving of the record: that is what its order in time rests on. Bytes
     /// are in little-endian order, which all guests have whose engines know traps.
     ///
@@ -65,11 +87,11 @@ impl Traps {
     pub fn record(
         &self,
         window: &VolatileSlice<'_>,
-        cpu: usize,
         trap: &Trap,
-        parent: u64,
+        call: &TrappedCall,
         clock: impl FnOnce() -> u64,
     ) {
+        let TrappedCall { cpu, parent, task } = *call;
         let Some(rings) = self.rings.filter(|rings| cpu < rings.cpus()) else { return };
         // Offsets come from the layout, which was made for this window; one that is shorter has no room.
         let write = || {
@@ -83,7 +105,10 @@ impl Traps {
             u64_at(0)?.store(clock().to_le(), Ordering::Relaxed);
             u32_at(8)?.store((trap.ip.0 as u32).to_le(), Ordering::Relaxed);
             u32_at(12)?.store((parent as u32).to_le(), Ordering::Relaxed);
-            u64_at(24)?.store(index.wrapping_add(1).to_le(), Ordering::Release);
+            for (at, word) in [16, 20, 24].into_iter().zip(task) {
+                u32_at(at)?.store(word.to_le(), Ordering::Relaxed);
+            }
+            u32_at(28)?.store((index.wrapping_add(1) as u32).to_le(), Ordering::Release);
             Some(())
         };
         write();

@@ -136,6 +136,17 @@ const END: u64 = 0x3b_0000;
 /// How far into a CPU's area its number is.
 const CPU_NUMBER: u64 = 0x1160;
 
+/// In front of it, the current task and the count of preemption and interrupts.
+const CURRENT_TASK: u64 = CPU_NUMBER - 12;
+const PREEMPT_COUNT: u64 = CPU_NUMBER - 4;
+
+/// The symbols of these three where they are variables of their own.
+const PER_CPU_NAMES: [(u64, &str); 3] = [
+    (CURRENT_TASK, "current_task"),
+    (PREEMPT_COUNT, "__preempt_count"),
+    (CPU_NUMBER, "cpu_number"),
+];
+
 const PAGE: u64 = 0x1000;
 const LARGE_PAGE: u64 = 2 << 20;
 const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
@@ -425,6 +436,7 @@ impl Guest {
             let area = self.per_cpu_area(cpu);
             self.poke_u64(self.at(offset) + 8 * u64::from(cpu), area.0.wrapping_sub(template.0));
             self.poke(area + CPU_NUMBER, &cpu.to_le_bytes());
+            self.poke(area + PREEMPT_COUNT, &0x8000_0000_u32.to_le_bytes());
         }
         self.add_symbol(TABLES, b'D', "init_top_pgt");
         self.add_symbol(TABLES + 3 * PAGE, b'D', "level2_kernel_pgt");
@@ -432,17 +444,24 @@ impl Guest {
 
     fn write_symbols(&mut self) {
         if self.has_per_cpu_from_zero() {
-            let (name, field) = match self.blueprint.order {
-                TableOrder::OffsetsLast => ("pcpu_hot", CPU_NUMBER - 12),
-                _ => ("cpu_number", CPU_NUMBER),
-            };
-            for (address, name) in [(field, name), (0, "fixed_percpu_data")] {
+            let mut named = vec![(0, "fixed_percpu_data")];
+            match self.blueprint.order {
+                TableOrder::OffsetsLast => named.push((CURRENT_TASK, "pcpu_hot")),
+                _ => named.extend(PER_CPU_NAMES),
+            }
+            for (address, name) in named.into_iter().rev() {
                 self.symbols.insert(0, SymbolSpec { address, kind: b'A', name: name.to_owned() });
             }
         } else {
-            self.add_symbol(PER_CPU_TEMPLATE + CPU_NUMBER, b'D', "cpu_number");
+            for (field, name) in PER_CPU_NAMES {
+                self.add_symbol(PER_CPU_TEMPLATE + field, b'D', name);
+            }
         }
         self.write_tasks();
+        for cpu in 0..self.blueprint.cpus {
+            let task = self.task(&format!("swapper/{cpu}")).at;
+            self.poke_u64(self.current_task(cpu), task.0);
+        }
         self.add_symbol(END, b'B', "_end");
         self.encode_symbols();
     }
@@ -467,6 +486,18 @@ impl Guest {
     /// Whether the symbols of per-CPU variables count from zero: up to 6.14.
     fn has_per_cpu_from_zero(&self) -> bool {
         self.blueprint.order != TableOrder::SelfRelative
+    }
+
+    /// Where a CPU has the address of its current task.
+    #[must_use]
+    pub fn current_task(&self, cpu: u32) -> Gva {
+        self.per_cpu_area(cpu) + CURRENT_TASK
+    }
+
+    /// Where a CPU has its count of preemption and interrupts.
+    #[must_use]
+    pub fn preempt_count(&self, cpu: u32) -> Gva {
+        self.per_cpu_area(cpu) + PREEMPT_COUNT
     }
 
     fn per_cpu_area(&self, cpu: u32) -> Gva {

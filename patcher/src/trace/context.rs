@@ -21,6 +21,9 @@ impl Task<'_> {
     }
 }
 
+/// The bits that only wide counts have for interrupts.
+pub(super) const WIDE_INTERRUPTS: u32 = 0x1f00_0000;
+
 /// What tracefs shows in the place of a task's name that it does not know.
 pub(super) const UNKNOWN: &str = "<...>";
 
@@ -45,6 +48,24 @@ pub struct Context {
 }
 
 impl Context {
+    /// What the kernel's count (include/linux/preempt.h) tells: 8 bits that count how often preemption
+    /// was disabled, 8 for soft interrupts, the lowest of which says that one is served and the others how
+    /// often they were disabled. Then 4 for interrupts and 4 for those that can't be masked; or with
+    /// `is_wide`, as seen in 7.3, 8 that count how often interrupts were disabled, and those
+    /// ([`WIDE_INTERRUPTS`]).
+    pub(super) fn of_count(count: u32, is_wide: bool) -> Self {
+        let [hardirq, nmi] =
+            if is_wide { [0x0f00_0000, 0x1000_0000] } else { [0x000f_0000, 0x00f0_0000] };
+        Self {
+            softirq: count & 0x100 != 0,
+            bottom_halves_off: count & 0xfe00 != 0,
+            hardirq: count & hardirq != 0,
+            nmi: count & nmi != 0,
+            preempt_depth: count as u8,
+            ..Self::default()
+        }
+    }
+
     /// What tracefs shows in the five columns of the option `irq-info`, but for the last, which is
     /// about migration and is not recorded.
     #[must_use]
@@ -65,6 +86,20 @@ impl Context {
         };
         let depth = b".123456789abcdef"[usize::from(self.preempt_depth.min(15))];
         [irqs, if self.need_resched { b'N' } else { b'.' }, interrupt, depth, b'.']
+    }
+
+    /// What [`Context::flags`] tells, with a depth of preemption.
+    #[must_use]
+    pub fn of_flags(flags: u8, preempt_depth: u8) -> Self {
+        Self {
+            irqs_off: flags & 0x01 != 0,
+            need_resched: flags & 0x24 != 0,
+            hardirq: flags & 0x08 != 0,
+            softirq: flags & 0x10 != 0,
+            nmi: flags & 0x40 != 0,
+            bottom_halves_off: flags & 0x80 != 0,
+            preempt_depth,
+        }
     }
 
     /// The flags as the kernel's records have them in `common_flags` (`TRACE_FLAG_*` in
@@ -105,6 +140,22 @@ mod tests {
     }
 
     #[test]
+    fn the_count_tells_of_preemption_and_interrupts() {
+        let none = Context::default();
+        for is_wide in [false, true] {
+            let told = |count| Context::of_count(count, is_wide);
+            assert_eq!(told(0x8000_0000), none);
+            assert_eq!(told(3), Context { preempt_depth: 3, ..none });
+            assert_eq!(told(0x100), Context { softirq: true, ..none });
+            assert_eq!(told(0x200), Context { bottom_halves_off: true, ..none });
+            assert_eq!(told(0x1_0000), Context { hardirq: !is_wide, ..none });
+            assert_eq!(told(0x10_0000), Context { nmi: !is_wide, ..none });
+            assert_eq!(told(0x100_0000), Context { hardirq: is_wide, ..none });
+            assert_eq!(told(0x1000_0000), Context { nmi: is_wide, ..none });
+        }
+    }
+
+    #[test]
     fn the_flags_are_those_of_the_kernels_records() {
         let none = Context::default();
         assert_eq!(none.flags(), 0);
@@ -112,6 +163,10 @@ mod tests {
         assert_eq!(context.flags(), 0x01 | 0x08 | 0x24);
         let context = Context { bottom_halves_off: true, softirq: true, nmi: true, ..none };
         assert_eq!(context.flags(), 0x80 | 0x10 | 0x40);
+        for bit in 0..8 {
+            let context = Context::of_flags(1 << bit, 7);
+            assert_eq!(Context::of_flags(context.flags(), 7), context);
+        }
     }
 
     #[test]

@@ -15,4 +15,5 @@ pub mod ring;
 pub mod select;
 pub mod session;
 pub mod sink;
+mod tasks;
 pub mod tracer;

@@ -3,7 +3,7 @@
 //! The guest overwrites: its code never waits and never looks at what was read. Each record's index
 //! counts every call there ever was, so what a slow reader misses is known exactly. The rules:
 //!
-//! * A record is there when its slot holds the sequence number `index + 1`.
+//! * A record is there when its slot holds the sequence number `index + 1`, of which it has 32 bits.
 //! * A slot that is reserved and not yet written (its writer was interrupted, or preempted) is
 //!   remembered and visited again; the records behind it are taken meanwhile.
 //! * A record is believed only if, after it was copied, nobody had yet reserved its slot anew.
@@ -36,6 +36,9 @@ pub struct RawRecord {
     /// The caller's return address; its high half is 0 where the architecture's records lack it
     /// (see [`Arch::records_whole_callers`](crate::arch::Arch::records_whole_callers)).
     pub parent: u64,
+    /// What it tells of the task: the words behind the caller's address
+    /// (see [`Arch::task_words`](crate::arch::Arch::task_words)).
+    pub task: [u32; 2],
 }
 
 /// The guest wrote into its rings what no trampoline writes.
@@ -60,7 +63,7 @@ pub enum RingCorrupt {
         /// Index of the record that should have been there.
         index: u64,
         /// What is there.
-        found: u64,
+        found: u32,
     },
     /// A record names a function that is not traced.
     #[error("the ring of CPU {cpu} is corrupt: a record names {ip:#x}, where nothing is traced")]
@@ -250,7 +253,7 @@ impl RingReader {
         was_pending: bool,
         records: &mut Vec<RawRecord>,
     ) -> Result<(), RingCorrupt> {
-        let copies: Vec<(u64, u64, RawRecord)> = indices
+        let copies: Vec<(u64, u32, RawRecord)> = indices
             .map(|index| {
                 let (sequence, record) = self.copy(memory, index);
                 (index, sequence, record)
@@ -264,16 +267,19 @@ impl RingReader {
         }
         let capacity = self.layout.capacity();
         for (index, sequence, record) in copies {
-            let wanted = index + 1;
+            let wanted = (index + 1) as u32;
+            // How many records ago the one was reserved that the slot holds.
+            let age = wanted.wrapping_sub(sequence);
+            let is_older = sequence == 0 || age.cast_signed() > 0;
             if head - index > capacity {
-                self.pass(index, was_pending || sequence < wanted);
-            } else if sequence == wanted {
+                self.pass(index, was_pending || is_older);
+            } else if age == 0 {
                 if self.tainted.contains(&(index & (capacity - 1))) {
                     self.lose(index..index + 1);
                 } else {
                     records.push(record);
                 }
-            } else if sequence < wanted && (sequence == 0 || (wanted - sequence) % capacity == 0) {
+            } else if is_older && (sequence == 0 || u64::from(age).is_multiple_of(capacity)) {
                 // An earlier lap's record, or none, is what a slot holds until it is written.
                 self.pending.insert(index);
             } else {
@@ -300,15 +306,17 @@ impl RingReader {
         }
     }
 
-    fn copy(&self, memory: &RingMemory<'_>, index: u64) -> (u64, RawRecord) {
+    fn copy(&self, memory: &RingMemory<'_>, index: u64) -> (u32, RawRecord) {
         let offset = self.layout.slot_offset(self.cpu, index);
-        let sequence = memory.u64(offset + 24, Ordering::Acquire);
+        let sequence = memory.u32(offset + 28, Ordering::Acquire);
+        let word = |at| memory.u32(offset + at, Ordering::Relaxed);
         let record = RawRecord {
-            time: memory.u64(offset, Ordering::Relaxed),
+            time: memory.u64(offset),
             index,
             cpu: self.cpu as u16,
-            ip: memory.u32(offset + 8),
-            parent: u64::from(memory.u32(offset + 16)) << 32 | u64::from(memory.u32(offset + 12)),
+            ip: word(8),
+            parent: u64::from(word(16)) << 32 | u64::from(word(12)),
+            task: [word(20), word(24)],
         };
         (sequence, record)
     }
@@ -334,16 +342,16 @@ impl RingMemory<'_> {
 
     // Offsets are computed from the layout, whose end was compared with the window's; a failure
     // would read as an empty slot.
-    fn u64(&self, offset: usize, ordering: Ordering) -> u64 {
+    fn u64(&self, offset: usize) -> u64 {
         self.window
             .get_atomic_ref::<AtomicU64>(offset)
-            .map_or(0, |value| self.order.u64(value.load(ordering).to_ne_bytes()))
+            .map_or(0, |value| self.order.u64(value.load(Ordering::Relaxed).to_ne_bytes()))
     }
 
-    fn u32(&self, offset: usize) -> u32 {
+    fn u32(&self, offset: usize, ordering: Ordering) -> u32 {
         self.window
             .get_atomic_ref::<AtomicU32>(offset)
-            .map_or(0, |value| self.order.u32(value.load(Ordering::Relaxed).to_ne_bytes()))
+            .map_or(0, |value| self.order.u32(value.load(ordering).to_ne_bytes()))
     }
 }
 
@@ -393,8 +401,10 @@ mod tests {
             window.write_obj(1000 + index, slot).unwrap();
             window.write_obj(0x8100_0005_u32, slot + 8).unwrap();
             window.write_obj(0x8100_1234_u32, slot + 12).unwrap();
-            let sequence = window.get_atomic_ref::<AtomicU64>(slot + 24).unwrap();
-            sequence.store(index + 1, Ordering::Release);
+            window.write_obj(77_u32, slot + 20).unwrap();
+            window.write_obj(0x8001_0001_u32, slot + 24).unwrap();
+            let sequence = window.get_atomic_ref::<AtomicU32>(slot + 28).unwrap();
+            sequence.store((index + 1) as u32, Ordering::Release);
         }
 
         fn call(&self) -> u64 {
@@ -499,12 +509,28 @@ mod tests {
         let mut reader = guest.reader();
         guest.call();
         let slot = guest.layout.slot_offset(CPU, 0);
-        guest.window().write_obj(77_u64, slot + 24).unwrap();
+        guest.window().write_obj(77_u32, slot + 28).unwrap();
         assert_eq!(guest.drain(&mut reader), [] as [u64; 0]);
         assert_eq!(
             reader.corrupt(),
             Some(&RingCorrupt::Sequence { cpu: CPU, index: 0, found: 77 })
         );
+    }
+
+    #[test]
+    fn sequence_numbers_go_round_and_nothing_is_lost() {
+        let guest = Guest::new();
+        let begin = u64::from(u32::MAX) - 300;
+        guest.window().write_obj(begin, guest.layout.header_offset(CPU)).unwrap();
+        let mut reader = guest.reader();
+        for lap in 0..6 {
+            let slow = guest.reserve();
+            let calls: Vec<u64> = (0..99).map(|_| guest.call()).collect();
+            assert_eq!(guest.drain(&mut reader), calls, "lap {lap}");
+            guest.fill(slow);
+            assert_eq!(guest.drain(&mut reader), [slow], "lap {lap}");
+        }
+        assert_eq!((reader.lost(), reader.pending(), reader.corrupt()), (0, 0, None));
     }
 
     #[test]
@@ -525,7 +551,9 @@ mod tests {
             window.write_obj(0x0010_0006_u32.to_be(), slot + 8).unwrap();
             window.write_obj(0x7fd0_1234_u32.to_be(), slot + 12).unwrap();
             window.write_obj(0x3ff_u32.to_be(), slot + 16).unwrap();
-            window.write_obj((index + 1).to_be(), slot + 24).unwrap();
+            window.write_obj(0x0300_0051_u32.to_be(), slot + 20).unwrap();
+            window.write_obj(0x0001_0000_u32.to_be(), slot + 24).unwrap();
+            window.write_obj(((index + 1) as u32).to_be(), slot + 28).unwrap();
         }
         window.write_obj(3_u64.to_be(), layout.header_offset(CPU)).unwrap();
         let mut records = Vec::new();
@@ -533,8 +561,14 @@ mod tests {
         assert!(reader.read(&window, &mut records, 50));
         let times: Vec<u64> = records.iter().map(|record| record.time).collect();
         assert_eq!(times, [1000, 1001, 1002]);
-        let first =
-            RawRecord { time: 1000, index: 0, cpu: 1, ip: 0x10_0006, parent: 0x3ff_7fd0_1234 };
+        let first = RawRecord {
+            time: 1000,
+            index: 0,
+            cpu: 1,
+            ip: 0x10_0006,
+            parent: 0x3ff_7fd0_1234,
+            task: [0x0300_0051, 0x0001_0000],
+        };
         assert_eq!(records[0], first);
     }
 

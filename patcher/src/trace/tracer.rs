@@ -15,6 +15,7 @@ use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::select::Selection;
 use super::sink::Event;
+use super::tasks::Tasks;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
 use crate::hook::{HookError, Hooks, ReleaseError, Want, Witness};
@@ -84,6 +85,7 @@ pub struct Tracer<'m, S> {
     readers: Vec<RingReader>,
     merger: Merger,
     names: Names<'m>,
+    tasks: Tasks<'m>,
     /// By the index that `names` gives. None ever leaves: a task that was preempted in the trampoline
     /// may write a record long after its function was put back.
     members: Vec<Member>,
@@ -109,12 +111,20 @@ impl<'m, S> Tracer<'m, S> {
             readers: Vec::new(),
             merger: Merger::default(),
             names: Names::new(hooks.kernel()),
+            tasks: Tasks::new(hooks.kernel(), hooks.recorded_places()),
             members: Vec::new(),
             stubs: 0,
             clients: [const { None }; MAX_CLIENTS],
             next_id: 0,
             ticks: Ticks::new(machine.clock_hz()),
         })
+    }
+
+    /// Whether events tell what a CPU was in the middle of; see
+    /// [`Beginning::contexts`](super::sink::Beginning::contexts).
+    #[must_use]
+    pub fn contexts(&self) -> bool {
+        self.tasks.contexts()
     }
 
     /// The addresses of the pads of functions that are traced, in no order, and for how many clients.
@@ -254,6 +264,7 @@ impl<'m, S> Tracer<'m, S> {
         self.learn_stubs(hooks);
         let window = self.machine.region(Part::Rings);
         look(self.machine, &mut self.readers);
+        let now = Instant::now();
         let mut taken = 0;
         for (cpu, reader) in self.readers.iter_mut().enumerate() {
             let records = self.merger.incoming();
@@ -268,12 +279,14 @@ impl<'m, S> Tracer<'m, S> {
                 reader.give_up(RingCorrupt::Function { cpu, ip });
             }
             taken += records.len() - before;
+            self.tasks.meet(&records[before..], self.machine.ram(), now);
             for client in self.clients.iter_mut().flatten() {
                 client.note_losses(cpu, reader);
             }
         }
         let pending = self.readers.iter().map(RingReader::pending).sum();
         let (names, members, clients) = (&mut self.names, &self.members, &mut self.clients);
+        let tasks = &mut self.tasks;
         let ticks = self.ticks;
         self.merger.pass(pending, Instant::now(), |record| {
             let Some(index) = names.index_of(record.ip) else { return };
@@ -281,7 +294,7 @@ impl<'m, S> Tracer<'m, S> {
             if slots == 0 {
                 return;
             }
-            let event = event(names, ticks, record, index);
+            let event = event(names, tasks, ticks, record, index);
             while slots != 0 {
                 let slot = slots.trailing_zeros() as usize;
                 slots &= slots - 1;
@@ -335,7 +348,7 @@ impl<'m, S> Tracer<'m, S> {
             .collect();
         last.sort_by_key(|(record, _)| record.time);
         for (record, index) in last {
-            let event = event(names, self.ticks, &record, index);
+            let event = event(names, &mut self.tasks, self.ticks, &record, index);
             client.give(&record, index, &event, &mut give);
         }
         for member in members {
@@ -439,20 +452,15 @@ fn heads(readers: &[RingReader]) -> Vec<u64> {
 
 fn event<'n>(
     names: &'n mut Names<'_>,
+    tasks: &'n mut Tasks<'_>,
     ticks: Ticks,
     record: &RawRecord,
     index: usize,
 ) -> Event<'n> {
     let (function, caller) = names.of(record, index);
-    Event {
-        time_ns: ticks.nanoseconds(record.time),
-        cpu: record.cpu,
-        function,
-        caller,
-        task: None,
-        context: None,
-        missed: 0,
-    }
+    let (task, context) = tasks.of(record);
+    let time_ns = ticks.nanoseconds(record.time);
+    Event { time_ns, cpu: record.cpu, function, caller, task, context, missed: 0 }
 }
 
 /// Turns ticks of the guest's clock into nanoseconds.

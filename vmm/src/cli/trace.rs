@@ -126,6 +126,9 @@ pub fn run(options: &Options) -> Result<Status> {
     let result = match begun? {
         Some((client, armed)) => {
             say(summary::armed(&armed));
+            if let Some(missing) = &armed.missing {
+                say(missing);
+            }
             receive(client, &armed, (records, &to), &ends, &stop, &mut progress)
         }
         None => Ok(()),
@@ -174,7 +177,7 @@ fn receive(
     stop: &AtomicBool,
     progress: &mut Progress,
 ) -> Result<()> {
-    let mut calls = client.into_calls();
+    let mut calls = client.into_calls(armed);
     *lock(&ends.stopper) = Some(calls.stopper().context("the connection can't be shared")?);
     if stop.load(Ordering::SeqCst) {
         ask_for_the_end(ends);
@@ -186,7 +189,7 @@ fn receive(
     };
     let mut written = records.begin(&Beginning {
         cpus: armed.cpus,
-        contexts: false,
+        contexts: armed.contexts,
         release: &armed.release,
         architecture: &armed.arch,
         order: if armed.big_endian { ByteOrder::Big } else { ByteOrder::Little },

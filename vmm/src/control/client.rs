@@ -276,8 +276,8 @@ impl Client {
 
     /// The calls of the trace that has begun.
     #[must_use]
-    pub fn into_calls(self) -> Calls {
-        let names = Names::default();
+    pub fn into_calls(self, armed: &Armed) -> Calls {
+        let names = Names::new(armed.contexts);
         Calls { client: self, names, missed: 0 }
     }
 

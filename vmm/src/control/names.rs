@@ -1,6 +1,6 @@
 //! The names that calls in batches refer to by number, on the side that receives them.
 
-use patcher::trace::sink::{Event, Name};
+use patcher::trace::sink::{Event, Name, Task};
 use rustc_hash::FxHashMap;
 
 use super::protocol::{BatchHeader, CALL_BYTES, Call};
@@ -9,6 +9,8 @@ use super::protocol::{BatchHeader, CALL_BYTES, Call};
 #[derive(Debug, Default)]
 pub struct Names {
     current: Vec<Known>,
+    /// Whether calls tell what their CPU was in the middle of.
+    contexts: bool,
     /// How often all names were forgotten.
     generation: u64,
     /// Calls of functions whose names were forgotten.
@@ -24,6 +26,12 @@ struct Known {
 }
 
 impl Names {
+    /// No names yet, of a trace whose calls tell what their CPU was in the middle of if `contexts` says so.
+    #[must_use]
+    pub fn new(contexts: bool) -> Self {
+        Self { contexts, ..Self::default() }
+    }
+
     /// Takes the names that come with calls, after all others were forgotten if the header says so.
     pub fn learn(&mut self, header: &mut BatchHeader) {
         if header.forget {
@@ -77,8 +85,12 @@ impl Names {
             cpu: call.cpu,
             function: name(call.function)?,
             caller: name(call.caller)?,
-            task: None,
-            context: None,
+            task: match (call.pid, call.comm) {
+                (None, _) => None,
+                (Some(pid), None) => Some(Task { pid, comm: None }),
+                (Some(pid), Some(comm)) => Some(Task { pid, comm: Some(name(comm)?.text) }),
+            },
+            context: self.contexts.then_some(call.context),
             missed: 0,
         })
     }

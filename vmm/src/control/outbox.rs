@@ -84,6 +84,8 @@ pub struct Outbox {
     batch: Batch,
     /// The numbers that names have in the conversation.
     numbers: FxHashMap<u64, u32>,
+    /// The numbers that names of tasks have, which are counted with them.
+    comms: FxHashMap<Box<str>, u32>,
 }
 
 /// Where they are taken out.
@@ -111,7 +113,13 @@ impl Outbox {
     pub fn new() -> (Self, Feed) {
         let shared = Arc::new(Shared::default());
         let feed = Feed { shared: Arc::clone(&shared) };
-        (Self { shared, batch: Batch::default(), numbers: FxHashMap::default() }, feed)
+        let outbox = Self {
+            shared,
+            batch: Batch::default(),
+            numbers: FxHashMap::default(),
+            comms: FxHashMap::default(),
+        };
+        (outbox, feed)
     }
 
     /// Says how many events were missed until now.
@@ -148,8 +156,25 @@ impl Outbox {
         Ok(())
     }
 
+    /// How many names are in force.
+    fn in_force(&self) -> usize {
+        self.numbers.len() + self.comms.len()
+    }
+
+    fn number_of_task(&mut self, comm: &str) -> u32 {
+        if let Some(number) = self.comms.get(comm) {
+            return *number;
+        }
+        let next = self.in_force() as u32;
+        self.batch.name_bytes += comm.len() + PLACE_BYTES;
+        self.batch.header.places.push((0, 0));
+        self.batch.header.names.push(comm.to_owned());
+        self.comms.insert(comm.into(), next);
+        next
+    }
+
     fn number(&mut self, name: Name<'_>) -> u32 {
-        let next = self.numbers.len() as u32;
+        let next = self.in_force() as u32;
         let (header, name_bytes) = (&mut self.batch.header, &mut self.batch.name_bytes);
         *self.numbers.entry(name.id).or_insert_with(|| {
             let mut length = name.text.len().min(MAX_NAME);
@@ -173,11 +198,12 @@ impl Sink for Outbox {
         if self.batch.is_full() {
             self.pass_on()?;
         }
-        if self.numbers.len() + 2 > MAX_NAMES_IN_FORCE {
+        if self.in_force() + 3 > MAX_NAMES_IN_FORCE {
             if self.batch.header.calls > 0 {
                 self.pass_on()?;
             }
             self.numbers.clear();
+            self.comms.clear();
             self.batch.header.forget = true;
         }
         let function = self.number(event.function);
@@ -185,7 +211,16 @@ impl Sink for Outbox {
         if event.missed > 0 {
             self.batch.header.gaps.push((self.batch.header.calls, event.missed));
         }
-        let call = Call { time_ns: event.time_ns, function, caller, cpu: event.cpu };
+        let comm = event.task.and_then(|task| task.comm).map(|comm| self.number_of_task(comm));
+        let call = Call {
+            time_ns: event.time_ns,
+            function,
+            caller,
+            cpu: event.cpu,
+            context: event.context.unwrap_or_default(),
+            pid: event.task.map(|task| task.pid),
+            comm,
+        };
         if self.batch.calls.capacity() == 0 {
             self.batch.calls.reserve(MAX_CALLS.min(1024) * CALL_BYTES);
         }

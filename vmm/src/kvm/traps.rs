@@ -5,8 +5,9 @@ use std::io;
 use kvm_bindings::Msrs;
 use kvm_ioctls::VcpuFd;
 use patcher::addr::{Gpa, Gva};
+use patcher::arch::{PidPlace, TaskPlaces};
 use patcher::mem::PhysMem;
-use patcher::region::{Part, Trap, Traps};
+use patcher::region::{Part, Trap, TrappedCall, Traps};
 
 use super::vcpu::{End, Vcpu};
 
@@ -28,24 +29,44 @@ impl Vcpu {
         // One that emulates the instruction has gone behind it already.
         let at = [registers.rip, registers.rip.wrapping_sub(OUT_LEN)];
         let Some(trap) = at.into_iter().find_map(|at| traps.at(Gva(at))) else { return Ok(()) };
-        self.write(traps, &trap, self.stack_top(registers.rsp));
+        let call = TrappedCall {
+            cpu: self.index,
+            // 0 if there is none.
+            parent: self.word(registers.rsp).unwrap_or(0),
+            task: self.task_words(traps.task(), registers.rflags)?,
+        };
+        self.write(traps, &trap, &call);
         registers.rip = trap.resume.0;
         Ok(self.fd.set_regs(&registers)?)
     }
 
-    fn write(&mut self, traps: &Traps, trap: &Trap, parent: u64) {
-        let Self { index, shared, fd, clock, .. } = self;
+    fn write(&mut self, traps: &Traps, trap: &Trap, call: &TrappedCall) {
+        let Self { shared, fd, clock, .. } = self;
         let window = shared.memory.part(Part::Rings);
         // Guests number their CPUs as the table of processors does, by vCPU.
-        traps.record(&window.memory, *index, trap, parent, || guest_clock(fd, clock));
+        traps.record(&window.memory, trap, call, || guest_clock(fd, clock));
     }
 
-    /// The word at the top of the stack: where the function returns to. 0 if there is none.
-    fn stack_top(&self, rsp: u64) -> u64 {
+    /// What a trampoline would have written of the task: the flags, its number, and the count of what it
+    /// is in the middle of.
+    fn task_words(&self, places: &TaskPlaces, rflags: u64) -> io::Result<[u32; 3]> {
+        let gs = self.fd.get_sregs()?.gs.base;
+        let from_gs = |offset: i32| self.word(gs.wrapping_add_signed(offset.into()));
+        let pid = match places.pid {
+            Some(PidPlace::InTask { current, pid }) => {
+                from_gs(current).and_then(|task| self.word(task.wrapping_add_signed(pid.into())))
+            }
+            Some(PidPlace::Fixed(_)) | None => None,
+        };
+        let count = places.preempt_count.and_then(from_gs);
+        Ok([rflags, pid.unwrap_or(0), count.unwrap_or(0)].map(|word| word as u32))
+    }
+
+    /// The word at a guest-virtual address, if there is one.
+    fn word(&self, at: u64) -> Option<u64> {
         let ram: &dyn PhysMem = self.shared.memory.ram();
-        let place = self.fd.translate_gva(rsp).ok().filter(|place| place.valid != 0);
-        let word = place.map(|place| ram.u64_le(Gpa(place.physical_address)));
-        word.and_then(Result::ok).unwrap_or(0)
+        let place = self.fd.translate_gva(at).ok().filter(|place| place.valid != 0)?;
+        ram.u64_le(Gpa(place.physical_address)).ok()
     }
 }
 

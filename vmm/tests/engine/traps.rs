@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::toys::{CODE, count, run, wait_for_progress, wait_until};
 use patcher::addr::{Gpa, Gva};
-use patcher::arch::ByteOrder;
 use patcher::arch::x86_64::TRAP_PORT;
+use patcher::arch::{ByteOrder, TaskPlaces};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::region::{Part, RingLayout, Trap, Traps};
 use patcher::trace::ring::RingReader;
@@ -47,7 +47,7 @@ fn each_trapped_call_is_one_record_on_its_vcpu() {
         })
     };
     for round in 1..=3 {
-        vm.set_traps(Arc::new(Traps::new([trap], rings))).unwrap();
+        vm.set_traps(Arc::new(Traps::new([trap], rings, TaskPlaces::default()))).unwrap();
         let mut stopped = vm.stop().unwrap();
         write(&mut *stopped, [0xe6, TRAP_PORT as u8]);
         let before = calls(&mut *stopped);

@@ -16,8 +16,8 @@ use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing, TaskStacks,
-    Unpaged,
+    OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing,
+    TaskPaths, TaskStacks, TaskWords, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -195,6 +195,16 @@ impl Arch for Aarch64 {
             &[("task_struct", "cpu")],
             &[("task_struct", "thread_info"), ("thread_info", "cpu")],
         ])
+    }
+
+    fn task_paths(&self) -> TaskPaths {
+        TaskPaths::CurrentTask(&[("task_struct", "thread_info"), ("thread_info", "preempt_count")])
+    }
+
+    fn task_words(&self, [_, pid, preempt_count]: [u32; 3]) -> TaskWords {
+        // DAIF.I, shifted by 24.
+        const INTERRUPTS_OFF: u32 = 1 << 31;
+        TaskWords { pid: pid & PID_BITS, irqs_off: pid & INTERRUPTS_OFF != 0, preempt_count }
     }
 
     fn standing(&self, registers: &Registers) -> Standing {

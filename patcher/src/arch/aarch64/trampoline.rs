@@ -11,12 +11,15 @@
 //!   instruction of newer ones (`ldadd`) would be an undefined one on the others. The ring is this
 //!   CPU's own, so hardly anyone interferes.
 //! * `isb` keeps the clock from being read before the slot is reserved.
+//! * What is told of the task is read from the current task: its number, which `DAIF`, shifted, joins in
+//!   bits that the number leaves free, and the count, whose upper half is 0 if the task is to leave the
+//!   CPU, and becomes bit 31 of the lower.
 //! * The sequence number is stored with release semantics: this processor keeps stores in no order.
 //! * It returns by `ret` with a register, which is no branch that needs a landing pad (BTI), and
 //!   which the return stack of the processor expects after a `bl`.
 
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach};
+use crate::arch::{Logger, OutOfReach, PidPlace};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// How far `adrp` reaches, in bytes.
@@ -31,19 +34,20 @@ const R31: u32 = 31;
 /// The code, to be placed at `at`.
 ///
 /// # Errors
-/// The rings are not within 4 GiB of `at` or do not begin on a page, or the field that holds the
-/// CPU's number is not within 16 KiB of the current task's beginning.
+/// The rings are not within 4 GiB of `at` or do not begin on a page, or the field that holds the CPU's
+/// number, or one that is recorded of the task, is not within 16 KiB of the current task's beginning.
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let rings = &logger.rings;
-    let number = number_offset(logger.cpu_number).ok_or(OutOfReach {
-        from: Gva(0),
-        to: Gva(i64::from(logger.cpu_number).cast_unsigned()),
-        reach: PAGE * 4,
-    })?;
+    let number = scaled(logger.cpu_number, 4)?;
+    let pid = match logger.task.pid {
+        Some(PidPlace::InTask { pid, .. }) => Some(scaled(pid, 4)?),
+        Some(PidPlace::Fixed(_)) | None => None,
+    };
+    let count = logger.task.preempt_count.map(|count| scaled(count, 8)).transpose()?;
     let shift = |factor: u64| factor.trailing_zeros();
     let here = |words: &Vec<u32>| at + 4 * words.len() as u64;
 
-    let mut words = Vec::with_capacity(32);
+    let mut words = Vec::with_capacity(48);
     words.push(0xa9be_0000 | pair(10, R31, 11)); //     stp x10, x11, [sp, #-32]!
     words.push(0xf900_0be0 | 12); //                    str x12, [sp, #16]
 
@@ -74,8 +78,26 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     words.push(0x2901_0000 | pair(30, 17, 9)); //       stp w30, w9, [x17, #8]    function, caller
     words.push(0xd360_fc00 | 9 << 5 | 16); //           lsr x16, x9, #32
     words.push(0xb900_1000 | 17 << 5 | 16); //          str w16, [x17, #16]       caller, high half
-    words.push(0x9100_6000 | 17 << 5 | 17); //          add x17, x17, #24
-    words.push(0xc89f_fc00 | 17 << 5 | 11); //          stlr x11, [x17]           sequence
+
+    // w10 = the task's number and the mask of interrupts, w12 = the count.
+    words.push(0xd538_4100 | 16); //                    mrs x16, sp_el0
+    match pid {
+        Some(pid) => words.push(0xb940_0000 | pid << 10 | 16 << 5 | 10), // ldr w10, [x16, #pid]
+        None => words.push(0x2a1f_03e0 | 10),                            //        mov w10, wzr
+    }
+    words.push(0xd53b_4220 | 12); //                    mrs x12, daif
+    words.push(0x2a00_0000 | 12 << 16 | 24 << 10 | 10 << 5 | 10); // orr w10, w10, w12, lsl #24
+    match count {
+        Some(count) => {
+            words.push(0xf940_0000 | count << 10 | 16 << 5 | 16); // ldr x16, [x16, #count]
+            words.push(0xd360_fc00 | 16 << 5 | 12); //  lsr x12, x16, #32
+            words.push(0x2a00_0000 | 12 << 16 | 31 << 10 | 16 << 5 | 12); // orr w12, w16, w12, lsl #31
+        }
+        None => words.push(0x2a1f_03e0 | 12), //        mov w12, wzr
+    }
+    words.push(0x2902_8000 | pair(10, 17, 12)); //      stp w10, w12, [x17, #20]  task, count
+    words.push(0x9100_7000 | 17 << 5 | 17); //          add x17, x17, #28
+    words.push(0x889f_fc00 | 17 << 5 | 11); //          stlr w11, [x17]           sequence
 
     words.push(0xf940_0be0 | 12); //                    ldr x12, [sp, #16]
     words.push(0xa8c2_0000 | pair(10, R31, 11)); //     ldp x10, x11, [sp], #32
@@ -108,10 +130,14 @@ fn page_address(from: Gva, to: Gva, register: u32) -> Result<u32, OutOfReach> {
     Ok(0x9000_0000 | (pages & 3) << 29 | pages >> 2 << 5 | register)
 }
 
-/// The offset of the CPU's number as a load of 32 bits holds it: in units of 4 bytes.
-fn number_offset(offset: i32) -> Option<u32> {
-    let offset = u32::try_from(offset).ok().filter(|offset| offset % 4 == 0)?;
-    (offset / 4 < 1 << 12).then_some(offset / 4)
+/// An offset in the current task as a load of `size` bytes holds it: in units of as many.
+fn scaled(offset: i32, size: u32) -> Result<u32, OutOfReach> {
+    let units = u32::try_from(offset).ok().filter(|offset| offset % size == 0);
+    units.map(|offset| offset / size).filter(|units| *units < 1 << 12).ok_or(OutOfReach {
+        from: Gva(0),
+        to: Gva(i64::from(offset).cast_unsigned()),
+        reach: PAGE * u64::from(size),
+    })
 }
 
 #[cfg(test)]
@@ -119,7 +145,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::ReturnForm;
+    use crate::arch::{ReturnForm, TaskPlaces};
     use crate::region::RingLayout;
 
     const AT: Gva = Gva(0xffff_924e_9fa0_0000);
@@ -131,6 +157,10 @@ mod tests {
             clock: true,
             returns: ReturnForm::Plain,
             resume: 0,
+            task: TaskPlaces {
+                pid: Some(PidPlace::InTask { current: 0, pid: 1352 }),
+                preempt_count: Some(0x10),
+            },
         }
     }
 
@@ -172,8 +202,16 @@ mod tests {
                 "stp w30, w9, [x17, #8]",
                 "lsr x16, x9, #0x20",
                 "str w16, [x17, #0x10]",
-                "add x17, x17, #0x18",
-                "stlr x11, [x17]",
+                "mrs x16, sp_el0",
+                "ldr w10, [x16, #0x548]",
+                "mrs x12, daif",
+                "orr w10, w10, w12, lsl #24",
+                "ldr x16, [x16, #0x10]",
+                "lsr x12, x16, #0x20",
+                "orr w12, w16, w12, lsl #31",
+                "stp w10, w12, [x17, #0x14]",
+                "add x17, x17, #0x1c",
+                "stlr w11, [x17]",
                 "ldr x12, [sp, #0x10]",
                 "ldp x10, x11, [sp], #0x20",
                 "add x16, x30, #0",
@@ -193,6 +231,15 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_known_of_tasks_is_recorded_as_zero() {
+        let logger = Logger { task: TaskPlaces::default(), ..logger(AT + (2 << 20)) };
+        let listing = listing(&assemble(&logger, AT).unwrap());
+        for zero in ["mov w10, wzr", "mov w12, wzr"] {
+            assert!(listing.contains(&zero.to_owned()), "{listing:?}");
+        }
+    }
+
+    #[test]
     fn rings_on_either_side_are_named() {
         for base in [AT - (3 << 20), AT + (3 << 30), AT - (3 << 30)] {
             let listing = listing(&assemble(&logger(base), AT).unwrap());
@@ -208,6 +255,11 @@ mod tests {
         for cpu_number in [-4, 2, 1 << 14] {
             let logger = Logger { cpu_number, ..logger(AT + (2 << 20)) };
             assert!(assemble(&logger, AT).is_err(), "{cpu_number}");
+        }
+        for count in [-8, 4, 1 << 15] {
+            let task = TaskPlaces { preempt_count: Some(count), ..TaskPlaces::default() };
+            let logger = Logger { task, ..logger(AT + (2 << 20)) };
+            assert!(assemble(&logger, AT).is_err(), "{count}");
         }
     }
 }

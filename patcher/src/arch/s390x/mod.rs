@@ -7,9 +7,10 @@ use object::elf;
 use super::paging::{AddressSpace, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, ImageRelocations,
-    ImageWindow, KernelPlace, Logger, OutOfReach, PadBytes, PadLayout, PadSlots, PadState, Pattern,
-    Prefix, ReturnCount, SLOT_LEN, Standing, TaskStacks, Unpaged,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, FixedArea,
+    ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadLayout,
+    PadSlots, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN, Standing, TaskPaths, TaskStacks,
+    TaskWords, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -177,6 +178,23 @@ impl Arch for S390X {
 
     fn records_whole_callers(&self) -> bool {
         true
+    }
+
+    fn task_paths(&self) -> TaskPaths {
+        // `cpu_nr`, `current_task`, `current_pid` and `preempt_count` of struct lowcore,
+        // the same from 5.10 to 7.3 (arch/s390/include/asm/lowcore.h).
+        TaskPaths::FixedArea(FixedArea {
+            number: LOWCORE_CPU_NR[0],
+            current: 0x340,
+            pid: 0x39c,
+            preempt_count: 0x3a8,
+        })
+    }
+
+    fn task_words(&self, [_, pid, preempt_count]: [u32; 3]) -> TaskWords {
+        // The system mask's bits for interrupts of input and output and for external ones.
+        const INTERRUPTS_ON: u32 = 3 << 24;
+        TaskWords { pid: pid & PID_BITS, irqs_off: pid & INTERRUPTS_ON == 0, preempt_count }
     }
 
     fn standing(&self, registers: &Registers) -> Standing {

@@ -6,6 +6,9 @@
 //! area that every caller provides. As on other architectures the slot is reserved first, then the
 //! clock is read, and the sequence number is stored last: this processor keeps stores in order.
 //!
+//! The byte that says whether interrupts are on is stored by `stosm` into the record itself, as the first
+//! one of the task's number, which is always zero. It changes nothing: no bit is turned on.
+//!
 //! It goes back by `br`, as the guest's functions return, or from an expoline where they do.
 //!
 //! The slot is reserved by compare-and-swap, which every processor has; interlocked addition needs a
@@ -13,29 +16,27 @@
 
 use super::pads::halfwords;
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, ReturnForm};
+use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// The code, to be placed at `at`.
 ///
 /// # Errors
-/// The rings are not within 4 GiB of `at`, or the CPU's number is not within 512 KiB of address 0.
+/// The rings are not within 4 GiB of `at`, or the CPU's number and what is recorded of the task are not
+/// within 512 KiB of address 0.
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let rings = &logger.rings;
-    let [number_low, number_high] = displacement(logger.cpu_number).ok_or(OutOfReach {
-        from: Gva(0),
-        to: Gva(i64::from(logger.cpu_number).cast_unsigned()),
-        reach: 1 << 19,
-    })?;
+    let pid = match logger.task.pid {
+        Some(PidPlace::Fixed(pid)) => Some(pid),
+        Some(PidPlace::InTask { .. }) | None => None,
+    };
     let shift = |factor: u64| factor.trailing_zeros() as u8;
 
     let mut code = Vec::with_capacity(128);
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x24]); // stmg %r2,%r4,16(%r15)
 
     // Reserve: %r2 = CPU, %r3 = index of the record in that CPU's ring, %r4 = one more.
-    code.extend([0xe3, 0x20]);
-    code.extend(number_low.to_be_bytes());
-    code.extend([number_high as u8, 0x16]); //            llgf %r2,cpu_nr
+    load(&mut code, logger.cpu_number)?; //               llgf %r2,cpu_nr
     load_address(&mut code, at, rings.headers())?; //     larl %r1,headers
     code.extend([0xeb, 0x32, 0x00, shift(HEADER_BYTES), 0x00, 0x0d]); // sllg %r3,%r2,log2(header)
     code.extend([0xb9, 0x08, 0x00, 0x13]); //             agr %r1,%r3
@@ -63,7 +64,15 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     code.extend([0x50, 0xe0, 0x10, 0x0c]); //             st %r14,12(%r1)       caller, low half
     code.extend([0xeb, 0x2e, 0x00, 0x20, 0x00, 0x0c]); // srlg %r2,%r14,32
     code.extend([0x50, 0x20, 0x10, 0x10]); //             st %r2,16(%r1)        caller, high half
-    code.extend([0xe3, 0x40, 0x10, 0x18, 0x00, 0x24]); // stg %r4,24(%r1)       sequence
+    for (place, at) in [(pid, 0x14), (logger.task.preempt_count, 0x18)] {
+        match place {
+            Some(place) => load(&mut code, place)?, //    llgf %r2,current_pid or preempt_count
+            None => code.extend([0xa7, 0x29, 0x00, 0x00]), // lghi %r2,0
+        }
+        code.extend([0x50, 0x20, 0x10, at]); //           st %r2,20(%r1) or 24  task, count
+    }
+    code.extend([0xad, 0x00, 0x10, 0x14]); //             stosm 20(%r1),0       system mask
+    code.extend([0x50, 0x40, 0x10, 0x1c]); //             st %r4,28(%r1)        sequence
 
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
     code.extend([0xb9, 0x04, 0x00, 0x10]); //             lgr %r1,%r0: `br %r0` branches nowhere
@@ -89,6 +98,19 @@ fn load_address(code: &mut Vec<u8>, at: Gva, to: Gva) -> Result<(), OutOfReach> 
     Ok(())
 }
 
+/// Appends `llgf %r2,address`.
+fn load(code: &mut Vec<u8>, address: i32) -> Result<(), OutOfReach> {
+    let [low, high] = displacement(address).ok_or(OutOfReach {
+        from: Gva(0),
+        to: Gva(i64::from(address).cast_unsigned()),
+        reach: 1 << 19,
+    })?;
+    code.extend([0xe3, 0x20]);
+    code.extend(low.to_be_bytes());
+    code.extend([high as u8, 0x16]);
+    Ok(())
+}
+
 /// A signed 20-bit displacement as an instruction holds it: its low 12 bits, then its high 8.
 fn displacement(value: i32) -> Option<[u16; 2]> {
     let high = i8::try_from(value >> 12).ok()?.cast_unsigned();
@@ -100,6 +122,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
+    use crate::arch::TaskPlaces;
     use crate::region::RingLayout;
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
@@ -111,6 +134,7 @@ mod tests {
             clock: true,
             resume: 0,
             returns: ReturnForm::Plain,
+            task: TaskPlaces { pid: Some(PidPlace::Fixed(0x39c)), preempt_count: Some(0x3a8) },
         }
     }
 
@@ -154,7 +178,12 @@ mod tests {
                 "st %r14, 0xc(%r1)",
                 "srlg %r2, %r14, 0x20",
                 "st %r2, 0x10(%r1)",
-                "stg %r4, 0x18(%r1)",
+                "llgf %r2, 0x39c",
+                "st %r2, 0x14(%r1)",
+                "llgf %r2, 0x3a8",
+                "st %r2, 0x18(%r1)",
+                "stosm 0x14(%r1), 0",
+                "st %r4, 0x1c(%r1)",
                 "lmg %r2, %r4, 0x10(%r15)",
                 "lgr %r1, %r0",
                 "br %r1",
@@ -168,6 +197,14 @@ mod tests {
         logger.clock = false;
         let code = assemble(&logger, AT).unwrap();
         assert!(listing(&code).contains(&"mvghi 0(%r1), 0".to_owned()));
+    }
+
+    #[test]
+    fn what_is_not_known_of_tasks_is_recorded_as_zero() {
+        let logger = Logger { task: TaskPlaces::default(), ..logger(AT + (2 << 20)) };
+        let listing = listing(&assemble(&logger, AT).unwrap());
+        assert_eq!(listing.iter().filter(|line| *line == "lghi %r2, 0").count(), 2, "{listing:?}");
+        assert_eq!(listing.iter().filter(|line| line.starts_with("llgf %r2")).count(), 1);
     }
 
     #[test]

@@ -8,8 +8,8 @@ use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount, Standing,
-    TaskStacks, Unpaged,
+    OutOfReach, PID_BITS, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount,
+    Standing, TaskPaths, TaskStacks, TaskWords, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -149,6 +149,25 @@ impl Arch for X86_64 {
             PerCpuVariable { symbol: "cpu_number", offset: 0 },
             PerCpuVariable { symbol: "pcpu_hot", offset: 12 },
         ])
+    }
+
+    fn task_paths(&self) -> TaskPaths {
+        // As for the CPU's number.
+        TaskPaths::PerCpu {
+            current: &[
+                PerCpuVariable { symbol: "current_task", offset: 0 },
+                PerCpuVariable { symbol: "pcpu_hot", offset: 0 },
+            ],
+            preempt_count: &[
+                PerCpuVariable { symbol: "__preempt_count", offset: 0 },
+                PerCpuVariable { symbol: "pcpu_hot", offset: 8 },
+            ],
+        }
+    }
+
+    fn task_words(&self, [flags, pid, preempt_count]: [u32; 3]) -> TaskWords {
+        const INTERRUPTS_ON: u32 = 1 << 9;
+        TaskWords { pid: pid & PID_BITS, irqs_off: flags & INTERRUPTS_ON == 0, preempt_count }
     }
 
     fn standing(&self, registers: &Registers) -> Standing {

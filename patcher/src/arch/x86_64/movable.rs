@@ -22,7 +22,9 @@ pub(super) fn length(text: &[u8]) -> Option<usize> {
     let behind = match *opcode {
         // push and pop.
         0x50..=0x5f => 0,
-        // add, or, and, sub, xor, cmp between registers; test, mov, movsxd.
+        // movsxd; without a REX prefix that makes it wide nobody needs it, and decoders differ.
+        0x63 if wide && registers => 1,
+        // add, or, and, sub, xor, cmp between registers; test, mov.
         0x01
         | 0x03
         | 0x09
@@ -35,7 +37,6 @@ pub(super) fn length(text: &[u8]) -> Option<usize> {
         | 0x33
         | 0x39
         | 0x3b
-        | 0x63
         | 0x84
         | 0x85
         | 0x88..=0x8b

@@ -13,11 +13,18 @@
 //! * The sequence number is written last (x86 keeps stores in order), so a reader that finds it
 //!   finds the whole record.
 //!
+//! The flags are saved by `pushfq`, as one of them says whether interrupts are on. What it takes is made
+//! up for by what `lahf` and `seto` in its place take in front of `rdtsc`. Words of 32 bits are stored in
+//! pairs: the locked instruction of the next call waits for every store.
+//!
+//! The current task and its count are each read by one instruction, so it is this task's own even if
+//! it moves to another CPU in between.
+//!
 //! Every register and all arithmetic flags are as they were when the code returns. It returns as
 //! the guest's own functions do, through the guest's return thunk where it has one.
 
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, ReturnForm};
+use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// How far an absolute or relative 32-bit displacement goes, in bytes either way.
@@ -44,9 +51,7 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     let mut put = |bytes: &[&[u8]]| bytes.iter().for_each(|part| code.extend_from_slice(part));
 
     put(&[&[0x50]]); //                       push rax
-    put(&[&[0x9f]]); //                       lahf             SF ZF AF PF CF into ah
-    put(&[&[0x0f, 0x90, 0xc0]]); //           seto al
-    put(&[&[0x50]]); //                       push rax
+    put(&[&[0x9c]]); //                       pushfq
     put(&[&[0x51]]); //                       push rcx
     put(&[&[0x52]]); //                       push rdx
     put(&[&[0x53]]); //                       push rbx
@@ -74,18 +79,39 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     } else {
         put(&[&[0x48, 0xc7, 0x84, 0x11], &field(0), &[0; 4]]); // mov qword [rcx+rdx+slots], 0
     }
+    put(&[&[0x48, 0x8d, 0x94, 0x11], &field(0)]); //  lea rdx, [rcx+rdx+slots]
     put(&[&[0x8b, 0x44, 0x24, 0x28]]); //     mov eax, [rsp+40]
-    put(&[&[0x89, 0x84, 0x11], &field(8)]); //        mov [rcx+rdx+slots+8], eax    function
-    put(&[&[0x8b, 0x44, 0x24, 0x30]]); //     mov eax, [rsp+48]
-    put(&[&[0x89, 0x84, 0x11], &field(12)]); //       mov [rcx+rdx+slots+12], eax   caller
-    put(&[&[0x48, 0xff, 0xc3]]); //           inc rbx
-    put(&[&[0x48, 0x89, 0x9c, 0x11], &field(24)]); // mov [rcx+rdx+slots+24], rbx   sequence
+    put(&[&[0x8b, 0x4c, 0x24, 0x30]]); //     mov ecx, [rsp+48]
+    put(&[&[0x48, 0xc1, 0xe1, 32]]); //       shl rcx, 32
+    put(&[&[0x48, 0x09, 0xc8]]); //           or rax, rcx
+    put(&[&[0x48, 0x89, 0x42, 0x08]]); //     mov [rdx+8], rax     function, caller
+    match logger.task.pid {
+        Some(PidPlace::InTask { current, pid }) => {
+            put(&[&[0x65, 0x48, 0x8b, 0x04, 0x25], &current.to_le_bytes()]); // mov rax, gs:[current]
+            put(&[&[0x8b, 0x80], &pid.to_le_bytes()]); //       mov eax, [rax+pid]
+        }
+        Some(PidPlace::Fixed(_)) | None => put(&[&[0x31, 0xc0]]), // xor eax, eax
+    }
+    put(&[&[0x8b, 0x4c, 0x24, 0x18]]); //     mov ecx, [rsp+24]
+    put(&[&[0x48, 0xc1, 0xe0, 32]]); //       shl rax, 32
+    put(&[&[0x48, 0x09, 0xc8]]); //           or rax, rcx
+    put(&[&[0x48, 0x89, 0x42, 0x10]]); //     mov [rdx+16], rax    flags, task
+    match logger.task.preempt_count {
+        Some(count) => put(&[&[0x65, 0x8b, 0x04, 0x25], &count.to_le_bytes()]), // mov eax, gs:[count]
+        None => put(&[&[0x31, 0xc0]]),                                          //     xor eax, eax
+    }
+    put(&[&[0xff, 0xc3]]); //                 inc ebx
+    put(&[&[0x48, 0xc1, 0xe3, 32]]); //       shl rbx, 32
+    put(&[&[0x48, 0x09, 0xc3]]); //           or rbx, rax
+    put(&[&[0x48, 0x89, 0x5a, 0x18]]); //     mov [rdx+24], rbx    count, sequence
 
     put(&[&[0x5b]]); //                       pop rbx
     put(&[&[0x5a]]); //                       pop rdx
     put(&[&[0x59]]); //                       pop rcx
     put(&[&[0x58]]); //                       pop rax
-    put(&[&[0x04, 0x7f]]); //                 add al, 0x7f     overflows if al is 1: OF as it was
+    put(&[&[0x66, 0xc1, 0xc8, 8]]); //        ror ax, 8        SF ZF AF PF CF into ah
+    put(&[&[0x24, 0x08]]); //                 and al, 8        OF
+    put(&[&[0x04, 0x78]]); //                 add al, 0x78     overflows if al is 8: OF as it was
     put(&[&[0x9e]]); //                       sahf             the others as they were
     put(&[&[0x58]]); //                       pop rax
 
@@ -109,6 +135,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
+    use crate::arch::TaskPlaces;
     use crate::region::RingLayout;
 
     fn logger(returns: ReturnForm) -> Logger {
@@ -118,6 +145,10 @@ mod tests {
             clock: true,
             resume: 0,
             returns,
+            task: TaskPlaces {
+                pid: Some(PidPlace::InTask { current: 0x1_fb80, pid: 2416 }),
+                preempt_count: Some(0x1_fb88),
+            },
         }
     }
 
@@ -141,9 +172,7 @@ mod tests {
             listing(&code, at.0),
             [
                 "push rax",
-                "lahf",
-                "seto al",
-                "push rax",
+                "pushfq",
                 "push rcx",
                 "push rdx",
                 "push rbx",
@@ -159,17 +188,30 @@ mod tests {
                 "and edx, 0xfffff",
                 "shl edx, 5",
                 "mov qword ptr [rcx + rdx - 0x41df0000], rax",
+                "lea rdx, [rcx + rdx - 0x41df0000]",
                 "mov eax, dword ptr [rsp + 0x28]",
-                "mov dword ptr [rcx + rdx - 0x41defff8], eax",
-                "mov eax, dword ptr [rsp + 0x30]",
-                "mov dword ptr [rcx + rdx - 0x41defff4], eax",
-                "inc rbx",
-                "mov qword ptr [rcx + rdx - 0x41deffe8], rbx",
+                "mov ecx, dword ptr [rsp + 0x30]",
+                "shl rcx, 0x20",
+                "or rax, rcx",
+                "mov qword ptr [rdx + 8], rax",
+                "mov rax, qword ptr gs:[0x1fb80]",
+                "mov eax, dword ptr [rax + 0x970]",
+                "mov ecx, dword ptr [rsp + 0x18]",
+                "shl rax, 0x20",
+                "or rax, rcx",
+                "mov qword ptr [rdx + 0x10], rax",
+                "mov eax, dword ptr gs:[0x1fb88]",
+                "inc ebx",
+                "shl rbx, 0x20",
+                "or rbx, rax",
+                "mov qword ptr [rdx + 0x18], rbx",
                 "pop rbx",
                 "pop rdx",
                 "pop rcx",
                 "pop rax",
-                "add al, 0x7f",
+                "ror ax, 8",
+                "and al, 8",
+                "add al, 0x78",
                 "sahf",
                 "pop rax",
                 "ret",
@@ -185,6 +227,16 @@ mod tests {
         let listing = listing(&assemble(&logger, at).unwrap(), at.0);
         assert!(listing.contains(&"mov qword ptr [rcx + rdx - 0x41df0000], 0".to_owned()));
         assert!(!listing.contains(&"rdtsc".to_owned()), "{listing:?}");
+    }
+
+    #[test]
+    fn what_is_not_known_of_tasks_is_recorded_as_zero() {
+        let logger = Logger { task: TaskPlaces::default(), ..logger(ReturnForm::Plain) };
+        let at = Gva(0xffff_ffff_be00_0000);
+        let listing = listing(&assemble(&logger, at).unwrap(), at.0);
+        let zeros = listing.iter().filter(|line| *line == "xor eax, eax").count();
+        let by_gs = listing.iter().filter(|line| line.contains("gs:")).count();
+        assert_eq!((zeros, by_gs), (2, 1), "{listing:?}");
     }
 
     #[test]

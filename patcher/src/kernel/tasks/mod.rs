@@ -16,12 +16,14 @@ use crate::addr::Gva;
 use crate::mem::PhysMem;
 
 mod layout;
+mod places;
 mod reader;
 mod returns;
 mod structure;
 mod walk;
 
 pub use layout::TaskLayout;
+pub use places::{RecordedTask, TaskPlaceError};
 pub(crate) use reader::Reader;
 
 /// A task of the kernel: a process's first or other thread, a thread of the kernel's own, or a CPU's
@@ -189,6 +191,19 @@ impl Kernel {
     /// [`TasksError`].
     pub fn tasks(&self, ram: &dyn PhysMem, layout: &TaskLayout) -> Result<Vec<Task>, TasksError> {
         walk::tasks(&mut Reader::new(self, ram), layout, &[])
+    }
+}
+
+impl Kernel {
+    /// Gives the number and the name of each task that is found, of a guest that may run meanwhile:
+    /// where a list is being changed the rest of it is left out. Tells whether all of them were found.
+    pub(crate) fn task_names(
+        &self,
+        ram: &dyn PhysMem,
+        layout: &TaskLayout,
+        found: impl FnMut(u32, Comm),
+    ) -> bool {
+        walk::names(&mut Reader::new(self, ram), layout, found)
     }
 }
 

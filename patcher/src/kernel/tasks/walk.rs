@@ -90,6 +90,47 @@ pub(super) fn tasks(
     found.tasks.iter().map(|at| task(reader, layout, *at)).collect()
 }
 
+/// The numbers and names of all threads of all processes, as far as their rings lead; whether they lead
+/// to the end.
+pub(super) fn names(
+    reader: &mut Reader<'_>,
+    layout: &TaskLayout,
+    mut found: impl FnMut(u32, Comm),
+) -> bool {
+    let fields = &layout.fields;
+    let mut leaders = vec![layout.first];
+    let link = fields.tasks;
+    let ended =
+        ring(reader, "processes", layout.first + link, |member| leaders.push(member - link));
+    let mut is_whole = ended.is_ok();
+    let mut tasks = Found::default();
+    for leader in leaders {
+        tasks.add(leader);
+        match reader.u64(leader + fields.signal) {
+            Ok(0) => {}
+            Ok(signal) => {
+                let head = Gva(signal) + fields.thread_head;
+                let threads = ring(reader, "a process's threads", head, |member| {
+                    tasks.add(member - fields.thread_node);
+                });
+                is_whole &= threads.is_ok();
+            }
+            Err(_) => is_whole = false,
+        }
+        if tasks.tasks.len() > MAX_TASKS {
+            return false;
+        }
+    }
+    for task in tasks.tasks {
+        let mut comm = [0; Comm::LEN];
+        match (reader.u32(task + fields.pid), reader.read(task + fields.comm, &mut comm)) {
+            (Ok(pid), Ok(())) => found(pid, Comm::new(comm)),
+            _ => is_whole = false,
+        }
+    }
+    is_whole
+}
+
 /// Tasks in the order in which they were found.
 #[derive(Default)]
 struct Found {

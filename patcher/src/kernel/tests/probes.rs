@@ -1,7 +1,8 @@
 use super::{call, every_kind, guest};
 use crate::addr::Gva;
-use crate::arch::ReturnForm;
-use crate::kernel::{CpuNumberError, ReturnFormError, Unready, VariableError};
+use crate::arch::{PidPlace, ReturnForm};
+use crate::kernel::{CpuNumberError, ReturnFormError, TaskPlaceError, Unready, VariableError};
+use crate::synthetic::tasks::field;
 use crate::synthetic::{Blueprint, Guest};
 
 #[test]
@@ -67,6 +68,45 @@ fn where_a_cpus_number_is_has_been_read_on_every_cpu() {
             Err(CpuNumberError::NotHeld { cpu: 5, found: 9 })
         );
     }
+}
+
+#[test]
+fn where_a_trampoline_finds_the_task_has_been_looked_at_on_every_cpu() {
+    for blueprint in every_kind() {
+        let guest = Guest::new(&Blueprint { cpus: 3, ..blueprint });
+        let recorded = guest.kernel().recorded_task(&guest);
+        let Ok(PidPlace::InTask { current, pid }) = recorded.pid else { panic!("{recorded:?}") };
+        let (count, number) = (recorded.preempt_count.clone().unwrap(), guest.kernel());
+        let number = number.cpu_number(&guest.ram).unwrap();
+        assert_eq!((current, count), (number - 12, number - 4));
+        assert_eq!(u64::try_from(pid), Ok(field::PID));
+        assert_eq!(recorded.missing(), None);
+
+        // One CPU where there is no task, or no such count, is enough not to believe it.
+        let task = guest.peek(guest.current_task(2), 8);
+        for nowhere in [0, 0x40_0000, guest.task("init").at.0 + 8] {
+            guest.poke_u64(guest.current_task(2), nowhere);
+            let recorded = guest.kernel().recorded_task(&guest);
+            let why = TaskPlaceError::NotHeld { what: "the current task", cpu: 2 };
+            assert_eq!(recorded.pid, Err(why));
+            assert!(recorded.preempt_count.is_ok());
+            assert!(recorded.missing().unwrap().starts_with("calls do not tell their tasks: "));
+        }
+        guest.poke(guest.current_task(2), &task);
+        guest.poke(guest.preempt_count(1), &0x4000_0000_u32.to_le_bytes());
+        let recorded = guest.kernel().recorded_task(&guest);
+        let why = TaskPlaceError::NotHeld { what: "the count", cpu: 1 };
+        assert_eq!((recorded.pid.is_ok(), recorded.preempt_count), (true, Err(why)));
+    }
+}
+
+#[test]
+fn a_kernel_without_types_tells_where_tasks_have_their_numbers_by_its_tasks() {
+    let guest = guest();
+    let described = guest.kernel().recorded_task(&guest);
+    guest.forget_types();
+    assert_eq!(guest.kernel().recorded_task(&guest), described);
+    assert!(described.pid.is_ok());
 }
 
 #[test]

@@ -7,8 +7,10 @@ use vm_memory::{Bytes, VolatileMemory};
 use super::*;
 use crate::kernel::{Kernel, MappedRegion};
 use crate::region::RECORD_BYTES;
+use crate::synthetic::tasks::field;
 use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
 use crate::trace::filter::{Filter, Glob};
+use crate::trace::sink::Context;
 
 /// A guest whose calls the test makes: it does to the rings what the trampoline does.
 struct Traced {
@@ -50,7 +52,7 @@ impl Traced {
         window.write_obj(time, slot).unwrap();
         window.write_obj((self.guest.functions[function].pad.0 + 5) as u32, slot + 8).unwrap();
         window.write_obj(self.guest.functions[0].entry.0 as u32 + 40, slot + 12).unwrap();
-        window.write_obj(index + 1, slot + RECORD_BYTES as usize - 8).unwrap();
+        window.write_obj(index as u32 + 1, slot + RECORD_BYTES as usize - 4).unwrap();
     }
 
     /// A call of a function; makes a record if the function is armed.
@@ -121,6 +123,54 @@ fn each_client_gets_the_calls_of_its_functions_in_its_time_and_no_others() {
     assert_eq!(times(&second), [20, 21, 30]);
     assert_eq!(second.summary.functions, [("vfs_read".into(), 2), ("vfs_write".into(), 1)]);
     assert_eq!((first.summary.dropped(), second.summary.dropped()), (0, 0));
+}
+
+/// Tasks, as text, and contexts of the records that were given out.
+type Told = Vec<(String, Context)>;
+
+#[test]
+fn records_tell_the_task_and_what_its_cpu_was_in_the_middle_of() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer::<Told>();
+    assert!(tracer.contexts());
+    let filter = only(&["vfs_read"]);
+    let selection = Selection::beside(&hooks, &filter).unwrap();
+    let (client, _) = tracer.add(&mut hooks, &selection, Told::new()).unwrap();
+    // Flags with interrupts on or off, number, count.
+    let records: [[u32; 3]; 5] = [
+        [0x202, 203, 0x8000_0000],
+        [0x002, 150, 0x8001_0001],
+        [0x202, 0, 0x0000_0101],
+        [0x202, 99_999, 0x8000_0200],
+        [0x202, 2, 0x8010_0000],
+    ];
+    for (time, words) in (1..).zip(records) {
+        let index = traced.reserve(0);
+        traced.fill(0, index, READ, time);
+        let slot = traced.region.rings().slot_offset(0, index);
+        let window = traced.guest.region(Part::Rings).memory;
+        for (at, word) in (16..).step_by(4).zip(words) {
+            window.write_obj(word, slot + at).unwrap();
+        }
+    }
+    traced.guest.poke(traced.guest.task("kthreadd").at + field::COMM, b"a\x1bb\nc\0\0\0\0");
+    let tell = |told: &mut Told, event: &Event<'_>| {
+        let task = event.task.unwrap();
+        told.push((format!("{}-{}", task.shown(), task.pid), event.context.unwrap()));
+        Ok(())
+    };
+    tracer.drain(&hooks, tell);
+    tracer.remove(&mut hooks, client).unwrap();
+    let none = Context::default();
+    let expected = [
+        ("sleeper/3-203", none),
+        ("init-150", Context { irqs_off: true, hardirq: true, preempt_depth: 1, ..none }),
+        ("<idle>-0", Context { need_resched: true, softirq: true, preempt_depth: 1, ..none }),
+        ("<...>-99999", Context { bottom_halves_off: true, ..none }),
+        ("a?b?c-2", Context { nmi: true, ..none }),
+    ];
+    let told = tracer.finish(client, tell).unwrap().sink;
+    assert_eq!(told, expected.map(|(task, context)| (task.to_owned(), context)));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
-use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError};
+use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
 use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
@@ -113,14 +113,20 @@ impl<'m> Service<'m> {
     /// # Errors
     /// Nothing is selected, or it can't be armed or written.
     pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
-        let (machine, kernel) = (self.machine, self.kernel);
+        let cpus = self.machine.vcpus();
         let (hooks, tracer) = self.tracer()?;
         let selection = select(hooks, &request)?;
-        let beginning = Beginning::of(kernel, machine.vcpus(), false);
+        let contexts = tracer.contexts();
+        let beginning = Beginning::of(hooks.kernel(), cpus, contexts);
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
-        let (writer, outbox) = Writer::start(records).context("no thread can be had to write")?;
+        let (writer, outbox) =
+            Writer::start(records, contexts).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
-        say(summary::armed(&describe(kernel, machine, &selection, &armed)));
+        let described = describe(hooks, &selection, &armed);
+        say(summary::armed(&described));
+        if let Some(missing) = &described.missing {
+            say(missing);
+        }
         self.writer = Some(writer);
         self.began(client, None, request, &armed);
         Ok(())
@@ -409,7 +415,7 @@ impl<'m> Service<'m> {
             };
             Refusal::new(kind, error.to_string())
         })?;
-        Ok((client, armed, describe(kernel, machine, &selection, &armed)))
+        Ok((client, armed, describe(hooks, &selection, &armed)))
     }
 }
 
@@ -428,23 +434,22 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
 }
 
 /// What is said of a trace that begins.
-fn describe(
-    kernel: &Kernel,
-    machine: &dyn Machine,
-    selection: &Selection,
-    armed: &Armed,
-) -> protocol::Armed {
+fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol::Armed {
+    let kernel = hooks.kernel();
+    let recorded = hooks.recorded();
     let refused = refusals(&selection.refused).into_iter();
     protocol::Armed {
         release: kernel.release().to_owned(),
         kaslr_offset: kernel.kaslr_offset(),
         symbols: kernel.symbols().len(),
         pads: selection.pads,
-        cpus: machine.vcpus(),
+        cpus: hooks.machine().vcpus(),
         functions: armed.functions,
         written: armed.written,
         refused: refused.map(|(why, count)| (why.to_owned(), count)).collect(),
         stop: armed.stop.total(),
+        contexts: recorded.is_some_and(|recorded| recorded.preempt_count.is_ok()),
+        missing: recorded.and_then(RecordedTask::missing),
         arch: kernel.arch().name().to_owned(),
         big_endian: kernel.arch().byte_order() == ByteOrder::Big,
     }

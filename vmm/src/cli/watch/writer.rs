@@ -18,15 +18,16 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub struct Writer(JoinHandle<io::Result<()>>);
 
 impl Writer {
-    /// Writes what is put into the outbox to `records`, which have begun.
+    /// Writes what is put into the outbox to `records`, which have begun; calls tell what their CPU was
+    /// in the middle of if `contexts` says so.
     ///
     /// # Errors
     /// The thread can't be had.
-    pub fn start(records: Records) -> io::Result<(Self, Outbox)> {
+    pub fn start(records: Records, contexts: bool) -> io::Result<(Self, Outbox)> {
         let (outbox, feed) = Outbox::new();
         let thread = thread::Builder::new()
             .name("trace-writer".into())
-            .spawn(move || write(records, &feed))?;
+            .spawn(move || write(records, &feed, Names::new(contexts)))?;
         Ok((Self(thread), outbox))
     }
 
@@ -41,8 +42,7 @@ impl Writer {
     }
 }
 
-fn write(mut records: Records, feed: &Feed) -> io::Result<()> {
-    let mut names = Names::default();
+fn write(mut records: Records, feed: &Feed, mut names: Names) -> io::Result<()> {
     let (mut events, mut missed) = (0, 0);
     loop {
         match feed.next(PATIENCE) {

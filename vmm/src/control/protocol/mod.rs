@@ -13,12 +13,12 @@ pub use patches::{
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
-    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, Method, Totals, TraceInfo, TraceRequest,
-    Tracer,
+    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, Method, NONE, Totals, TraceInfo,
+    TraceRequest, Tracer,
 };
 
 /// The one version of the protocol that there is.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The longest line that a client may send, in bytes without its newline.
 pub const MAX_REQUEST: usize = 64 << 10;

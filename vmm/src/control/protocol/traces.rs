@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use patcher::trace::sink::Context;
 use patcher::trace::tracer::Summary;
 use serde::{Deserialize, Serialize};
 
@@ -84,6 +85,12 @@ pub struct Armed {
     pub refused: Vec<(String, usize)>,
     /// How long the guest stood.
     pub stop: Duration,
+    /// Whether calls tell what their CPU was in the middle of.
+    #[serde(default)]
+    pub contexts: bool,
+    /// What calls do not tell of their tasks, and why, in one sentence.
+    #[serde(default)]
+    pub missing: Option<String>,
     /// The guest's architecture.
     #[serde(default)]
     pub arch: String,
@@ -191,7 +198,10 @@ impl Totals {
 }
 
 /// Bytes of one call in a batch.
-pub const CALL_BYTES: usize = 20;
+pub const CALL_BYTES: usize = 28;
+
+/// In the place of a number: there is none.
+pub const NONE: u32 = u32::MAX;
 
 /// One call in a batch; names are told by their numbers.
 ///
@@ -200,7 +210,10 @@ pub const CALL_BYTES: usize = 20;
 /// 8   u32  number of the function's name
 /// 12  u32  number of the caller's name
 /// 16  u16  CPU
-/// 18  u16  0
+/// 18  u8   what the CPU was in the middle of (Context::flags)
+/// 19  u8   how often preemption had been disabled
+/// 20  u32  number of the task; NONE if it is not known
+/// 24  u32  number of the task's name; NONE if it is not known
 /// ```
 ///
 /// All of it little-endian.
@@ -214,6 +227,12 @@ pub struct Call {
     pub caller: u32,
     /// The CPU.
     pub cpu: u16,
+    /// What the CPU was in the middle of; of no meaning in a trace that does not tell.
+    pub context: Context,
+    /// Number of the task.
+    pub pid: Option<u32>,
+    /// Number of its name.
+    pub comm: Option<u32>,
 }
 
 impl Call {
@@ -224,6 +243,10 @@ impl Call {
         call[8..12].copy_from_slice(&self.function.to_le_bytes());
         call[12..16].copy_from_slice(&self.caller.to_le_bytes());
         call[16..18].copy_from_slice(&self.cpu.to_le_bytes());
+        call[18] = self.context.flags();
+        call[19] = self.context.preempt_depth;
+        call[20..24].copy_from_slice(&self.pid.unwrap_or(NONE).to_le_bytes());
+        call[24..28].copy_from_slice(&self.comm.unwrap_or(NONE).to_le_bytes());
         bytes.extend_from_slice(&call);
     }
 
@@ -238,6 +261,9 @@ impl Call {
             function: u32_at(8),
             caller: u32_at(12),
             cpu: u16::from_le_bytes([bytes[16], bytes[17]]),
+            context: Context::of_flags(bytes[18], bytes[19]),
+            pid: Some(u32_at(20)).filter(|pid| *pid != NONE),
+            comm: Some(u32_at(24)).filter(|comm| *comm != NONE),
         }
     }
 }

@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{env, fs, process};
 
-use patcher::trace::sink::{Event, Name as EventName, Sink};
+use patcher::trace::sink::{Context, Event, Name as EventName, Sink, Task};
 use patcher::trace::tracer::ClientId;
 use proptest::prelude::*;
 
@@ -68,8 +68,8 @@ impl Guest {
     /// A client that traces, and the outbox through which it is given calls.
     fn trace(&self) -> (Calls, Outbox) {
         let mut client = self.client();
-        client.trace(&request(), || false).unwrap().unwrap();
-        (client.into_calls(), self.outboxes.recv_timeout(LONG).unwrap())
+        let armed = client.trace(&request(), || false).unwrap().unwrap();
+        (client.into_calls(&armed), self.outboxes.recv_timeout(LONG).unwrap())
     }
 
     fn wait_until_nothing_is_armed(&self) {
@@ -162,6 +162,8 @@ fn watch(
                     written: 1,
                     refused: vec![],
                     stop: Duration::from_micros(3),
+                    contexts: true,
+                    missing: None,
                     arch: "x86_64".into(),
                     big_endian: false,
                 };
@@ -209,7 +211,15 @@ fn name(id: u64, text: &str) -> EventName<'_> {
 
 fn event(time_ns: u64, function: u64) -> Event<'static> {
     let (function, caller) = (name(function, NAMES[function as usize]), name(9, "c"));
-    Event { time_ns, cpu: 1, function, caller, task: None, context: None, missed: 0 }
+    let (task, context) = of_time(time_ns);
+    Event { time_ns, cpu: 1, function, caller, task, context: Some(context), missed: 0 }
+}
+
+/// What the calls of these tests tell of their tasks.
+fn of_time(time_ns: u64) -> (Option<Task<'static>>, Context) {
+    let comm = (time_ns % 5 > 1).then_some(NAMES[time_ns as usize % 4]);
+    let task = (!time_ns.is_multiple_of(5)).then_some(Task { pid: time_ns as u32, comm });
+    (task, Context::of_flags(time_ns as u8, (time_ns >> 8) as u8))
 }
 
 const NAMES: [&str; 4] = ["zero", "one", "two", "three"];
@@ -220,6 +230,8 @@ fn received(calls: &mut Calls) -> (Vec<(u64, String)>, End) {
     loop {
         let take = |event: &Event<'_>| {
             assert_eq!((event.cpu, event.caller.text), (1, "c"));
+            let (task, context) = of_time(event.time_ns);
+            assert_eq!((event.task, event.context), (task, Some(context)));
             all.push((event.time_ns, event.function.to_string()));
         };
         match calls.next(take).unwrap() {
@@ -352,7 +364,7 @@ fn whoever_breaks_the_rules_is_told_and_turned_away() {
     let globs = serde_json::to_string(&vec!["a"; MAX_GLOBS + 1]).unwrap();
     for (said, kind) in [
         (b"hello\n".to_vec(), RefusalKind::Malformed),
-        (b"{\"vmm\":\"other\",\"versions\":[1]}\n".to_vec(), RefusalKind::Malformed),
+        (b"{\"vmm\":\"other\",\"versions\":[2]}\n".to_vec(), RefusalKind::Malformed),
         (b"{\"vmm\":\"control\",\"versions\":[]}\n".to_vec(), RefusalKind::Version),
         (vec![b' '; MAX_REQUEST + 1], RefusalKind::Malformed),
         (after_hello("{\"request\":\"trace\",\"tracer\":\"graph\"}"), RefusalKind::Malformed),
@@ -397,7 +409,7 @@ fn connections_are_bounded_and_places_are_given_back() {
 /// Lines that a client might send, and what is none.
 fn words() -> impl Strategy<Value = Vec<u8>> {
     let lines = [
-        "{\"vmm\":\"control\",\"versions\":[1]}\n",
+        "{\"vmm\":\"control\",\"versions\":[2]}\n",
         "{\"request\":\"status\"}\n",
         "{\"request\":\"info\"}\n",
         "{\"request\":\"pads\",\"glob\":\"*\"}\n",
@@ -477,7 +489,7 @@ fn sayings() -> impl Strategy<Value = Vec<u8>> {
 }
 
 fn hello() -> Reply {
-    Reply::Hello(Hello { version: 1, name: "a".into(), program: "0".into() })
+    Reply::Hello(Hello { version: VERSION, name: "a".into(), program: "0".into() })
 }
 
 /// A client of a server that says all that and hangs up.
@@ -497,7 +509,7 @@ fn whatever_a_server_says_the_client_ends_with_an_error() {
     )
     .run(&sayings(), |said| {
         let (client, _server) = told(&said);
-        let mut calls = client.into_calls();
+        let mut calls = client.into_calls(&Armed::default());
         let mut messages = 0;
         while calls.next(|event| assert!(event.function.text == "f")).is_ok() {
             messages += 1;
@@ -522,9 +534,12 @@ proptest! {
 
     #[test]
     fn calls_come_out_as_they_were_put_in(
-        time_ns in any::<u64>(), function in any::<u32>(), caller in any::<u32>(), cpu in any::<u16>()
+        time_ns in any::<u64>(), function in any::<u32>(), caller in any::<u32>(), cpu in any::<u16>(),
+        flags in any::<u8>(), preempt_depth in any::<u8>(),
+        pid in prop::option::of(0..NONE), comm in prop::option::of(0..NONE),
     ) {
-        let call = Call { time_ns, function, caller, cpu };
+        let context = Context::of_flags(flags, preempt_depth);
+        let call = Call { time_ns, function, caller, cpu, context, pid, comm };
         let mut bytes = Vec::new();
         call.encode(&mut bytes);
         prop_assert_eq!(Call::decode(bytes[..].try_into().unwrap()), call);
