@@ -92,7 +92,6 @@ impl<'k> Tasks<'k> {
     }
 
     fn read(&mut self, records: &[RawRecord], ram: &dyn PhysMem) {
-        let begun = Instant::now();
         if self.layout.is_none() {
             self.layout = self.kernel.task_layout(ram).ok();
         }
@@ -101,6 +100,8 @@ impl<'k> Tasks<'k> {
             self.rested = Instant::now() + RETRY;
             return;
         };
+        // What was found out once, above, is no measure of what reading takes.
+        let begun = Instant::now();
         if self.names.len() >= MAX_NAMES {
             self.names.clear();
         }
