@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::toys::{CODE, count, run, wait_for_progress, wait_until};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::TRAP_PORT;
-use patcher::arch::{ByteOrder, TaskPlaces};
+use patcher::arch::{ByteOrder, PidPlace, TaskPlaces};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::region::{Part, RingLayout, Trap, Traps};
 use patcher::trace::ring::RingReader;
@@ -27,9 +27,27 @@ const CALL: &[u8] = &[
 ];
 const PAD: u64 = CODE + 16;
 
+/// What a kernel keeps of its current task, at [`TASK`]: the task's address, how often preemption was
+/// disabled, and, in the task, its number.
+const TASK: u64 = 0x20_8000;
+const PREEMPT_COUNT: u32 = 3;
+const PID: u32 = 77;
+const PLACES: TaskPlaces = TaskPlaces {
+    pid: Some(PidPlace::InTask { current: TASK as i32, pid: 24 }),
+    preempt_count: Some(TASK as i32 + 8),
+};
+
+fn task() -> Vec<u8> {
+    let mut task = [TASK + 64, PREEMPT_COUNT.into()].map(u64::to_le_bytes).concat();
+    task.resize(64 + 24, 0);
+    task.extend_from_slice(&PID.to_le_bytes());
+    task.resize(128, 0);
+    task
+}
+
 #[test]
 fn each_trapped_call_is_one_record_on_its_vcpu() {
-    let vm = run(2, BareGuest::new(CALL));
+    let vm = run(2, BareGuest::new(CALL).with_memory(Gpa(TASK), &task()));
     (0..2).for_each(|vcpu| wait_for_progress(&vm, vcpu));
     let window = vm.region(Part::Rings);
     let rings = RingLayout::new(Gva(0), window.memory.len() as u64, 2).unwrap();
@@ -47,7 +65,7 @@ fn each_trapped_call_is_one_record_on_its_vcpu() {
         })
     };
     for round in 1..=3 {
-        vm.set_traps(Arc::new(Traps::new([trap], rings, TaskPlaces::default()))).unwrap();
+        vm.set_traps(Arc::new(Traps::new([trap], rings, PLACES))).unwrap();
         let mut stopped = vm.stop().unwrap();
         write(&mut *stopped, [0xe6, TRAP_PORT as u8]);
         let before = calls(&mut *stopped);
@@ -70,7 +88,11 @@ fn each_trapped_call_is_one_record_on_its_vcpu() {
             assert_eq!(records.len() as u64, after[vcpu] - before[vcpu], "vCPU {vcpu}");
             assert!(records.is_sorted_by_key(|record| record.time), "time goes backwards");
             for record in &records {
-                assert_eq!((u64::from(record.ip), record.parent), (PAD + 5, CODE + 5));
+                let parent = u64::from(record.parent as u32);
+                assert_eq!((u64::from(record.ip), parent), (PAD + 5, CODE + 5));
+                // The flags, of which this one is always set.
+                assert_eq!(record.parent >> 32 & 2, 2, "{record:?}");
+                assert_eq!(record.task, [PID, PREEMPT_COUNT]);
             }
         }
     }
