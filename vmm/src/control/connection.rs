@@ -265,7 +265,8 @@ impl Conversation<'_> {
         }
         let (outbox, feed) = Outbox::new();
         let pid = self.pid;
-        let wanted = |answer| Command::Trace(TraceWanted { request, pid, outbox, answer });
+        let wanted =
+            |answer| Command::Trace(Box::new(TraceWanted { request, pid, outbox, answer }));
         let (client, armed) = self.ask(wanted)?;
         // From here on, however this ends, the trace does too.
         let tracing = Tracing { client, shared: self.shared, asked: Cell::new(false) };

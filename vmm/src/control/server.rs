@@ -62,7 +62,7 @@ pub enum Command {
     /// The pads of functions that match the glob.
     Pads(Option<String>, Answer<Vec<Pad>>),
     /// Trace.
-    Trace(TraceWanted),
+    Trace(Box<TraceWanted>),
     /// End that trace. Its outbox is told when it is over.
     Stop(ClientId),
     /// Apply a payload.

@@ -312,7 +312,7 @@ impl<'m> Service<'m> {
             }
             Command::Info(answer) => answer.give(Ok(self.info(state))),
             Command::Pads(glob, answer) => answer.give(self.pads(glob.as_deref())),
-            Command::Trace(wanted) => self.trace(wanted, panicked),
+            Command::Trace(wanted) => self.trace(*wanted, panicked),
             Command::Stop(client) => self.begin_end(client, EndReason::Stopped),
             Command::PatchApply(wanted) => match self.patched(panicked) {
                 Ok((patching, hooks)) => patching.apply(hooks, *wanted),
