@@ -6,8 +6,8 @@ use super::super::context::UNKNOWN;
 use super::{Beginning, Event, Sink, decimal};
 
 /// The text of tracefs' `trace` file with the `function` tracer. Of a trace whose events have no
-/// [`Context`] it is what tracefs shows with the option `irq-info` off; a task that is not known is
-/// shown as one whose name was never recorded.
+/// [`Context`](crate::trace::context::Context) it is what tracefs shows with the option `irq-info`
+/// off; a task that is not known is shown as one whose name was never recorded.
 ///
 /// The formats are those of `print_func_help_header`, `print_func_help_header_irq`,
 /// `trace_print_context`, `trace_print_lat_fmt` and `print_fn_trace` in the kernel's `kernel/trace/`
