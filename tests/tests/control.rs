@@ -141,13 +141,13 @@ fn answer(socket: &Path, words: &[u8]) -> String {
 
 /// Whatever is said on the socket, the guest's process answers with an error and lives on.
 fn abuse(socket: &Path) {
-    let hello = b"{\"vmm\":\"control\",\"versions\":[1]}\n";
+    let hello = b"{\"vmm\":\"control\",\"versions\":[2]}\n";
     let after_hello = |words: &[u8]| [&hello[..], words].concat();
     for (words, kind) in [
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "malformed"),
         (b"\xff\xfe\0\n".to_vec(), "malformed"),
         (vec![b'x'; 1 << 20], "malformed"),
-        (b"{\"vmm\":\"control\",\"versions\":[2,99]}\n".to_vec(), "version"),
+        (b"{\"vmm\":\"control\",\"versions\":[1,99]}\n".to_vec(), "version"),
         (after_hello(b"{\"request\":\"reboot\"}\n"), "malformed"),
         (after_hello(b"{\"request\":\"stop\"}\n"), "malformed"),
         (after_hello(&[b'['; 100_000]), "malformed"),

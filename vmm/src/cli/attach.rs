@@ -110,6 +110,14 @@ pub fn run(options: &Options) -> Result<Status> {
         .transpose()?;
     let claim = claim(options.name.as_ref())?;
     let attached = attach(options)?;
+    // Before anything is said: whoever reads that this is attached may have it end in order.
+    let (sender, reasons) = mpsc::channel();
+    let on_signal = sender.clone();
+    signals::on_end_signal(move |signal| {
+        // The end may be under way for another reason.
+        let _ = on_signal.send(Reason::Signal(signal));
+    })
+    .context("signals can't be handled")?;
     if let Some(restored) = attached.restored() {
         let foreign = match restored.foreign.len() {
             0 => String::new(),
@@ -129,14 +137,6 @@ pub fn run(options: &Options) -> Result<Status> {
     let Serving { server, commands, identity } = serve(claim, "QEMU, attached")?;
     let trace = records.zip(options.tracing.request());
     let plan = Plan::new(trace, false, identity, commands);
-
-    let (sender, reasons) = mpsc::channel();
-    let on_signal = sender.clone();
-    signals::on_end_signal(move |signal| {
-        // The end may be under way for another reason.
-        let _ = on_signal.send(Reason::Signal(signal));
-    })
-    .context("signals can't be handled")?;
     let (reason, watched) = thread::scope(|scope| {
         let (attached, stop) = (&attached, &*stop);
         let ended = sender.clone();
