@@ -9,18 +9,10 @@ use std::process::Command;
 use std::{env, fs, process};
 
 use guest_images::{Initramfs, Series, kernel};
-use tests::lab::{INITRD, VmmLab, guest_kernel};
+use tests::lab::{INITRD, VmmLab, guest_kernel, program};
 
 fn main() {
-    // `cargo bench` builds the programs of this package only.
-    let built = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--release", "--package", "tests", "--bin", "side_by_side"])
-        .status()
-        .expect("cargo");
-    assert!(built.success(), "side_by_side can't be built");
-    let bench = env::current_exe().expect("this program's path");
-    let target = bench.ancestors().nth(3).expect("a target directory");
-    let program = target.join("release/side_by_side");
+    let program = program("tests", "side_by_side");
 
     let initrd: PathBuf = env::temp_dir().join(format!("side-by-side-initrd-{}", process::id()));
     fs::write(&initrd, Initramfs::new().expect("an initramfs").build()).expect("a file");

@@ -4,21 +4,11 @@
 //! Everything is emulated there, so that only the ratios mean anything: the lab's writes to kernel
 //! text make the emulator throw its translations of that text away.
 
-use std::process::Command;
-
 use guest_images::Series;
-use tests::lab::{INITRD, VmmLab, guest_kernel};
+use tests::lab::{INITRD, VmmLab, guest_kernel, program};
 
 fn main() {
-    // `cargo bench` builds the programs of this package only.
-    let built = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--release", "--package", "tests", "--bin", "stops"])
-        .status()
-        .expect("cargo");
-    assert!(built.success(), "stops can't be built");
-    let bench = std::env::current_exe().expect("this program's path");
-    let target = bench.ancestors().nth(3).expect("a target directory");
-    let program = target.join("release/stops");
+    let program = program("tests", "stops");
 
     let program = program.to_str().expect("a path of ASCII");
     let mut lab = VmmLab::boot(&[Series::V6_1], None, &[program]);

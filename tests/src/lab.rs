@@ -117,24 +117,33 @@ pub fn vmm_run(series: Series, options: &str, cmdline: &str) -> String {
     )
 }
 
-/// The `vmm` program of this program's profile, built if need be: cargo builds a package's programs for
-/// its own tests only.
+/// The `vmm` program.
+///
+/// # Panics
+/// As [`program`].
+#[must_use]
+pub fn vmm() -> PathBuf {
+    program("vmm", "vmm")
+}
+
+/// A program of a package's, of the profile of the one that asks, built if need be: cargo builds a
+/// package's programs for its own tests only.
 ///
 /// # Panics
 /// It can't be built.
 #[must_use]
-pub fn vmm() -> PathBuf {
+pub fn program(package: &str, name: &str) -> PathBuf {
     // target/PROFILE/deps/THIS-PROGRAM
     let this = std::env::current_exe().expect("this program's path");
     let directory = this.parent().and_then(Path::parent).expect("a target directory");
     let profile = directory.file_name().and_then(OsStr::to_str).expect("a profile's name");
     let profile = if profile == "debug" { "dev" } else { profile };
     let status = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--profile", profile, "--package", "vmm", "--bin", "vmm"])
+        .args(["build", "--quiet", "--profile", profile, "--package", package, "--bin", name])
         .status()
         .expect("cargo");
-    assert!(status.success(), "vmm can't be built");
-    directory.join("vmm")
+    assert!(status.success(), "{name} can't be built");
+    directory.join(name)
 }
 
 /// One event of a trace in the form of tracefs.
