@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::{
-    Arch, ByteOrder, Logger, PidPlace, ReturnForm, TaskPaths, TaskPlaces, TaskWords, assemble_stub,
-    stub_ip, text_len,
+    Arch, Logger, PidPlace, ReturnForm, TaskPaths, TaskPlaces, TaskWords, assemble_stub, stub_ip,
+    text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
@@ -146,10 +146,7 @@ impl<'m> Driver<'m> {
 
     /// Only the host writes these words.
     fn set(&self, index: u64, value: u64) {
-        let bytes = |value: u64| match self.arch.byte_order() {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        };
+        let bytes = |value| self.arch.byte_order().bytes(value);
         let (ram, at) = (self.machine.ram(), self.shared + 8 * index);
         ram.replace_entry(at, bytes(self.word(index)), bytes(value)).unwrap();
     }

@@ -327,6 +327,24 @@ impl ByteOrder {
         }
     }
 
+    /// The bytes of a 16-bit integer.
+    #[must_use]
+    pub fn bytes_of_u16(self, value: u16) -> [u8; 2] {
+        match self {
+            ByteOrder::Little => value.to_le_bytes(),
+            ByteOrder::Big => value.to_be_bytes(),
+        }
+    }
+
+    /// The bytes of a 32-bit integer.
+    #[must_use]
+    pub fn bytes_of_u32(self, value: u32) -> [u8; 4] {
+        match self {
+            ByteOrder::Little => value.to_le_bytes(),
+            ByteOrder::Big => value.to_be_bytes(),
+        }
+    }
+
     /// The bytes of a 64-bit integer.
     #[must_use]
     pub fn bytes(self, value: u64) -> [u8; 8] {

@@ -171,17 +171,10 @@ mod tests {
 
     use super::*;
 
-    fn word(order: ByteOrder, value: u32) -> [u8; 4] {
-        match order {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        }
-    }
-
     fn note(order: ByteOrder, name: &[u8], kind: u32, description: &[u8]) -> Vec<u8> {
         let mut note = Vec::new();
         for value in [name.len() as u32, description.len() as u32, kind] {
-            note.extend(word(order, value));
+            note.extend(order.bytes_of_u32(value));
         }
         for part in [name, description] {
             note.extend(part);

@@ -344,10 +344,7 @@ mod tests {
     fn blob(order: ByteOrder, types: &[u32]) -> Vec<u8> {
         let len = types.len() as u32 * 4;
         let header = [24, 0, len, len, STRINGS.len() as u32];
-        let word = |word: &u32| match order {
-            ByteOrder::Little => word.to_le_bytes(),
-            ByteOrder::Big => word.to_be_bytes(),
-        };
+        let word = |word: &u32| order.bytes_of_u32(*word);
         let mut blob = match order {
             ByteOrder::Little => vec![0x9f, 0xeb, 1, 0],
             ByteOrder::Big => vec![0xeb, 0x9f, 1, 0],

@@ -139,26 +139,17 @@ impl Out<'_> {
     }
 
     fn u16(&mut self, value: u16) {
-        self.bytes.extend(match self.encoding.byte_order {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        });
+        self.bytes.extend(self.encoding.byte_order.bytes_of_u16(value));
     }
 
     fn u32(&mut self, value: u32) {
-        self.bytes.extend(match self.encoding.byte_order {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        });
+        self.bytes.extend(self.encoding.byte_order.bytes_of_u32(value));
     }
 
     fn base(&mut self) {
         self.align();
         let base = self.encoding.base.0;
-        self.bytes.extend(match self.encoding.byte_order {
-            ByteOrder::Little => base.to_le_bytes(),
-            ByteOrder::Big => base.to_be_bytes(),
-        });
+        self.bytes.extend(self.encoding.byte_order.bytes(base));
     }
 
     fn offsets(&mut self, symbols: &[SymbolSpec]) {

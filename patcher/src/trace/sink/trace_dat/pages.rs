@@ -105,10 +105,7 @@ impl<S: Write> Pages<S> {
     }
 
     fn push_u32(&mut self, value: u32) {
-        self.bytes.extend_from_slice(&match self.order {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        });
+        self.bytes.extend_from_slice(&self.order.bytes_of_u32(value));
     }
 
     /// Ends the page that was begun, if one was.
