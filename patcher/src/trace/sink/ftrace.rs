@@ -3,7 +3,7 @@
 use std::io::{self, Seek, SeekFrom, Write};
 
 use super::super::context::UNKNOWN;
-use super::{Beginning, Event, Sink, decimal};
+use super::{Beginning, Event, Gathered, Sink, decimal};
 
 /// The text of tracefs' `trace` file with the `function` tracer. Of a trace whose events have no
 /// [`Context`](crate::trace::context::Context) it is what tracefs shows with the option `irq-info`
@@ -14,8 +14,7 @@ use super::{Beginning, Event, Sink, decimal};
 /// as of 5.19. Up to 5.14 a kernel's own text lacks the column `migrate-disable`, and up to 5.17 the
 /// letters of a CPU whose bottom halves are off; here they are the same for guests of all versions.
 pub struct FtraceText<W: Write> {
-    out: W,
-    line: Vec<u8>,
+    text: Gathered<W>,
     cpus: usize,
     contexts: bool,
     /// How the header is put right at the end, where the output can be sought.
@@ -24,9 +23,6 @@ pub struct FtraceText<W: Write> {
 
 /// Writes a header over the one at the beginning of an output, and goes back to its end.
 type Rewrite<W> = fn(&mut W, &[u8]) -> io::Result<()>;
-
-/// Events are written out when this many bytes of text have come together.
-const BUFFER: usize = 256 << 10;
 
 /// Names of the columns, without the option `irq-info`.
 const COLUMNS: &str = "\
@@ -49,8 +45,7 @@ const COLUMNS_WITH_CONTEXT: &str = "\
 impl<W: Write> FtraceText<W> {
     /// Text to something that is only appended to; its header can't tell how many events follow.
     pub fn stream(out: W) -> Self {
-        let line = Vec::with_capacity(BUFFER + 512);
-        Self { out, line, cpus: 0, contexts: false, rewrite: None }
+        Self { text: Gathered::new(out), cpus: 0, contexts: false, rewrite: None }
     }
 
     /// The header. Two counts of 20 digits take the same room as any other.
@@ -61,12 +56,6 @@ impl<W: Write> FtraceText<W> {
         format!(
             "# tracer: function\n#\n# entries-in-buffer/entries-written: {counts}\n#\n{columns}"
         )
-    }
-
-    fn write_out(&mut self) -> io::Result<()> {
-        let result = self.out.write_all(&self.line);
-        self.line.clear();
-        result
     }
 }
 
@@ -86,12 +75,12 @@ impl<W: Write> Sink for FtraceText<W> {
     fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
         (self.cpus, self.contexts) = (beginning.cpus, beginning.contexts);
         let header = self.header(0, 0);
-        self.line.extend_from_slice(header.as_bytes());
+        self.text.bytes.extend_from_slice(header.as_bytes());
         self.flush()
     }
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
-        let line = &mut self.line;
+        let line = &mut self.text.bytes;
         if event.missed > 0 {
             // "CPU:%d [LOST %lu EVENTS]", as of `print_trace_line`.
             line.extend_from_slice(b"CPU:");
@@ -128,21 +117,20 @@ impl<W: Write> Sink for FtraceText<W> {
         line.extend_from_slice(b" <-");
         line.extend_from_slice(event.caller.as_bytes());
         line.push(b'\n');
-        if line.len() >= BUFFER { self.write_out() } else { Ok(()) }
+        self.text.write_many()
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.write_out()?;
-        self.out.flush()
+        self.text.flush()
     }
 
     fn end(&mut self, written: u64, entries: u64) -> io::Result<()> {
         self.flush()?;
         if let Some(rewrite) = self.rewrite {
             let header = self.header(written, entries);
-            rewrite(&mut self.out, header.as_bytes())?;
+            rewrite(&mut self.text.out, header.as_bytes())?;
         }
-        self.out.flush()
+        self.text.out.flush()
     }
 }
 
@@ -186,7 +174,7 @@ mod tests {
         let mut sink = FtraceText::stream(Vec::new());
         trace(&mut sink);
         assert_eq!(
-            String::from_utf8(sink.out).unwrap(),
+            String::from_utf8(sink.text.out).unwrap(),
             "\
 # tracer: function
 #
@@ -219,7 +207,7 @@ CPU:12 [LOST 7 EVENTS]
         }
         sink.end(4, 4).unwrap();
         assert_eq!(
-            String::from_utf8(sink.out).unwrap(),
+            String::from_utf8(sink.text.out).unwrap(),
             "\
 # tracer: function
 #
@@ -245,7 +233,7 @@ a-name-of-fiftee-4194303 [001] .....     7.754083: rw_verify_area <-do_sendfile
     fn a_files_header_tells_how_many_events_there_are() {
         let mut sink = FtraceText::file(io::Cursor::new(Vec::new()));
         trace(&mut sink);
-        let text = String::from_utf8(sink.out.into_inner()).unwrap();
+        let text = String::from_utf8(sink.text.out.into_inner()).unwrap();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[2].trim_end(), "# entries-in-buffer/entries-written: 2/5   #P:2");
         assert_eq!((lines.len(), lines[7]), (9, "CPU:12 [LOST 7 EVENTS]"));
@@ -267,6 +255,6 @@ a-name-of-fiftee-4194303 [001] .....     7.754083: rw_verify_area <-do_sendfile
         assert_eq!(sink.begin(&beginning(1)).unwrap_err().kind(), io::ErrorKind::StorageFull);
         sink.event(&EVENTS[0]).unwrap();
         assert_eq!(sink.flush().unwrap_err().kind(), io::ErrorKind::StorageFull);
-        assert!(sink.line.is_empty());
+        assert!(sink.text.bytes.is_empty());
     }
 }

@@ -2,34 +2,24 @@
 
 use std::io::{self, Write};
 
-use super::{Beginning, Event, Sink, decimal};
-
-/// Events are written out when this many bytes of text have come together.
-const BUFFER: usize = 256 << 10;
+use super::{Beginning, Event, Gathered, Sink, decimal};
 
 /// JSON lines. The first line tells of the guest, each of the others of one call, and the last of the
 /// whole: `docs/user-guide.md` says what is in them.
 pub struct JsonLines<W> {
-    out: W,
-    text: Vec<u8>,
+    text: Gathered<W>,
 }
 
 impl<W: Write> JsonLines<W> {
     /// Lines to `out`.
     pub fn new(out: W) -> Self {
-        Self { out, text: Vec::with_capacity(BUFFER + 2048) }
-    }
-
-    fn write_out(&mut self) -> io::Result<()> {
-        let result = self.out.write_all(&self.text);
-        self.text.clear();
-        result
+        Self { text: Gathered::new(out) }
     }
 }
 
 impl<W: Write> Sink for JsonLines<W> {
     fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
-        let text = &mut self.text;
+        let text = &mut self.text.bytes;
         text.extend_from_slice(
             b"{\"type\":\"begin\",\"format\":1,\"tracer\":\"function\",\"cpus\":",
         );
@@ -43,7 +33,7 @@ impl<W: Write> Sink for JsonLines<W> {
     }
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
-        let text = &mut self.text;
+        let text = &mut self.text.bytes;
         text.extend_from_slice(b"{\"type\":\"call\",\"time_ns\":");
         decimal(text, event.time_ns, 0, b' ');
         text.extend_from_slice(b",\"cpu\":");
@@ -88,16 +78,15 @@ impl<W: Write> Sink for JsonLines<W> {
             decimal(text, event.missed, 0, b' ');
         }
         text.extend_from_slice(b"}\n");
-        if text.len() >= BUFFER { self.write_out() } else { Ok(()) }
+        self.text.write_many()
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.write_out()?;
-        self.out.flush()
+        self.text.flush()
     }
 
     fn end(&mut self, written: u64, entries: u64) -> io::Result<()> {
-        let text = &mut self.text;
+        let text = &mut self.text.bytes;
         text.extend_from_slice(b"{\"type\":\"end\",\"events\":");
         decimal(text, written, 0, b' ');
         text.extend_from_slice(b",\"missed\":");
@@ -140,7 +129,7 @@ mod tests {
         sink.begin(&BEGINNING).unwrap();
         events.iter().for_each(|event| sink.event(event).unwrap());
         sink.end(events.len() as u64, 5).unwrap();
-        String::from_utf8(sink.out).unwrap()
+        String::from_utf8(sink.text.out).unwrap()
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Where events go once they have names and an order.
 
-use std::io;
+use std::io::{self, Write};
 use std::ops::Deref;
 
 use crate::arch::ByteOrder;
@@ -114,6 +114,47 @@ pub trait Sink {
     /// # Errors
     /// What writing says.
     fn end(&mut self, written: u64, entries: u64) -> io::Result<()>;
+}
+
+/// Bytes are written out when this many have come together.
+const GATHERED: usize = 256 << 10;
+
+/// What an event adds to them at most, or nearly.
+const EVENT: usize = 4096;
+
+/// Bytes that are gathered, to be written out many at a time.
+struct Gathered<W> {
+    out: W,
+    bytes: Vec<u8>,
+}
+
+impl<W: Write> Gathered<W> {
+    fn new(out: W) -> Self {
+        Self { out, bytes: Vec::with_capacity(GATHERED + EVENT) }
+    }
+
+    /// Writes out what there is if that is much.
+    fn write_many(&mut self) -> io::Result<()> {
+        if self.bytes.len() >= GATHERED { self.write_out() } else { Ok(()) }
+    }
+
+    /// What can't be written is not kept.
+    fn write_out(&mut self) -> io::Result<()> {
+        let result = self.out.write_all(&self.bytes);
+        self.bytes.clear();
+        result
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.write_out()?;
+        self.out.flush()
+    }
+}
+
+/// An event can't be taken, as the guest has no such CPU.
+fn no_such_cpu(cpu: u16, cpus: usize) -> io::Error {
+    let what = format!("an event of CPU {cpu}, of a guest with {cpus} CPUs");
+    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 /// Appends a decimal number at least `width` wide; `write!` would take most of the time that an

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use prost::Message;
 use rustc_hash::FxHashMap;
 
-use super::{Beginning, Event, Name, Sink, Task};
+use super::{Beginning, Event, Gathered, Name, Sink, Task, no_such_cpu};
 
 mod schema;
 #[cfg(test)]
@@ -19,9 +19,6 @@ use schema::{
     DebugAnnotation, EventType, InternedData, InternedName, ProcessDescriptor, ThreadDescriptor,
     TracePacket, TrackDescriptor, TrackEvent,
 };
-
-/// Packets are written out when this many bytes of them have come together.
-const BUFFER: usize = 256 << 10;
 
 /// Functions and callers that have numbers at a time, and tasks that are remembered.
 const MAX_KNOWN: usize = 1 << 18;
@@ -61,8 +58,7 @@ const MISSED: u64 = 5;
 
 /// A trace for Perfetto. It can be written to a pipe, and what there is of one that was cut opens too.
 pub struct Perfetto<W> {
-    out: W,
-    bytes: Vec<u8>,
+    packets: Gathered<W>,
     /// Whether the next packet has to say that no names have numbers.
     cleared: bool,
     functions: FxHashMap<u64, u64>,
@@ -84,8 +80,7 @@ impl<W: Write> Perfetto<W> {
     /// A trace to be written to `out`, which is only appended to.
     pub fn new(out: W) -> Self {
         Self {
-            out,
-            bytes: Vec::with_capacity(BUFFER + 4096),
+            packets: Gathered::new(out),
             cleared: true,
             functions: FxHashMap::default(),
             callers: FxHashMap::default(),
@@ -96,8 +91,9 @@ impl<W: Write> Perfetto<W> {
 
     fn packet(&mut self, packet: TracePacket) {
         let packet = TracePacket { trusted_packet_sequence_id: SEQUENCE, ..packet };
-        self.bytes.push(PACKET);
-        packet.encode_length_delimited(&mut self.bytes).expect("a Vec has room");
+        let bytes = &mut self.packets.bytes;
+        bytes.push(PACKET);
+        packet.encode_length_delimited(bytes).expect("a Vec has room");
     }
 
     fn track(&mut self, track: TrackDescriptor) {
@@ -181,12 +177,6 @@ impl<W: Write> Perfetto<W> {
         let event = TrackEvent { r#type: kind as i32, track_uuid, name, ..TrackEvent::default() };
         self.track_event(time, event, None);
     }
-
-    fn write_out(&mut self) -> io::Result<()> {
-        let result = self.out.write_all(&self.bytes);
-        self.bytes.clear();
-        result
-    }
 }
 
 /// The number of a name, and the name itself if it has none yet.
@@ -220,9 +210,7 @@ impl<W: Write> Sink for Perfetto<W> {
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
         if usize::from(event.cpu) >= self.cpus.len() {
-            let what =
-                format!("an event of CPU {}, of a guest with {}", event.cpu, self.cpus.len());
-            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            return Err(no_such_cpu(event.cpu, self.cpus.len()));
         }
         self.make_room();
         let track_uuid = self.task_track(event.cpu, event.task);
@@ -265,12 +253,11 @@ impl<W: Write> Sink for Perfetto<W> {
             name: String::new(),
         };
         self.track_event(event.time_ns, instant, new);
-        if self.bytes.len() >= BUFFER { self.write_out() } else { Ok(()) }
+        self.packets.write_many()
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.write_out()?;
-        self.out.flush()
+        self.packets.flush()
     }
 
     fn end(&mut self, _written: u64, _entries: u64) -> io::Result<()> {

@@ -133,7 +133,7 @@ fn names_beyond_what_is_kept_begin_anew() {
         assert!(sink.functions.len() <= MAX_KNOWN);
     }
     sink.end(0, 0).unwrap();
-    let (mut bytes, mut cleared, mut last) = (&sink.out[..], 0, None);
+    let (mut bytes, mut cleared, mut last) = (&sink.packets.out[..], 0, None);
     while let Some(rest) = bytes.strip_prefix(&[PACKET]) {
         bytes = rest;
         let packet = TracePacket::decode_length_delimited(&mut bytes).unwrap();

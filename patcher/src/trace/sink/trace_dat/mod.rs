@@ -10,7 +10,7 @@ use std::io::{self, Read, Seek, Write};
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::{Beginning, Event, Name, Sink};
+use super::{Beginning, Event, Name, Sink, no_such_cpu};
 use crate::arch::ByteOrder;
 
 mod pages;
@@ -216,20 +216,15 @@ impl<W: Write, S: Spool> Sink for TraceDat<W, S> {
         }
         let context = event.context.unwrap_or_default();
         let mut fields = [0; FUNCTION_BYTES];
-        let (id, pid) = match self.order {
-            ByteOrder::Little => (FUNCTION_ID.to_le_bytes(), pid.to_le_bytes()),
-            ByteOrder::Big => (FUNCTION_ID.to_be_bytes(), pid.to_be_bytes()),
-        };
-        fields[..2].copy_from_slice(&id);
+        fields[..2].copy_from_slice(&self.order.bytes_of_u16(FUNCTION_ID));
         fields[2] = context.flags();
         fields[3] = context.preempt_depth;
-        fields[4..8].copy_from_slice(&pid);
+        fields[4..8].copy_from_slice(&self.order.bytes_of_u32(pid));
         fields[8..16].copy_from_slice(&self.order.bytes(event.function.address));
         fields[16..].copy_from_slice(&self.order.bytes(event.caller.address));
         let cpus = self.cpus.len();
         let Some(cpu) = self.cpus.get_mut(usize::from(event.cpu)) else {
-            let what = format!("an event of CPU {}, of a guest with {cpus} CPUs", event.cpu);
-            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            return Err(no_such_cpu(event.cpu, cpus));
         };
         cpu.push(event.time_ns, event.missed, &fields)
     }
@@ -265,17 +260,11 @@ struct Head {
 
 impl Head {
     fn u16(&mut self, value: u16) {
-        self.bytes.extend_from_slice(&match self.order {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        });
+        self.bytes.extend_from_slice(&self.order.bytes_of_u16(value));
     }
 
     fn u32(&mut self, value: u32) {
-        self.bytes.extend_from_slice(&match self.order {
-            ByteOrder::Little => value.to_le_bytes(),
-            ByteOrder::Big => value.to_be_bytes(),
-        });
+        self.bytes.extend_from_slice(&self.order.bytes_of_u32(value));
     }
 
     fn u64(&mut self, value: u64) {
@@ -288,8 +277,7 @@ impl Head {
         let length_at = self.bytes.len();
         self.u32(0);
         data(self);
-        let mut length = Head { bytes: Vec::new(), order: self.order };
-        length.u32((self.bytes.len() - length_at - 4) as u32);
-        self.bytes[length_at..length_at + 4].copy_from_slice(&length.bytes);
+        let length = (self.bytes.len() - length_at - 4) as u32;
+        self.bytes[length_at..length_at + 4].copy_from_slice(&self.order.bytes_of_u32(length));
     }
 }
