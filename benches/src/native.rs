@@ -11,7 +11,7 @@ use std::ptr;
 
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
-use patcher::arch::{Arch, Logger, PidPlace, ReturnForm, TaskPlaces};
+use patcher::arch::{Arch, Logger, PidPlace, ReturnForm, TaskPlaces, Then};
 use patcher::region::{RegionWindow, RingLayout, rings_window_len};
 use vm_memory::VolatileSlice;
 
@@ -127,9 +127,8 @@ impl NativeGuest {
             cpu_number: 0,
             rings: layout,
             clock,
-            resume: 0,
-            returns: ReturnForm::Plain,
             task,
+            then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
         };
         let base = code.address();
         let trampoline = Gva(base + TRAMPOLINE_AT as u64);

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::{
-    Arch, Logger, PidPlace, ReturnForm, TaskPaths, TaskPlaces, TaskWords, assemble_stub, stub_ip,
-    text_len,
+    Arch, Logger, PidPlace, ReturnForm, TaskPaths, TaskPlaces, TaskWords, Then, assemble_stub,
+    stub_ip, text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
@@ -215,9 +215,8 @@ impl<'m> Driver<'m> {
             cpu_number: self.cpu_number,
             rings: self.rings,
             clock: true,
-            resume,
-            returns: ReturnForm::Plain,
             task: self.task,
+            then: Then::GoOn { behind: resume, form: ReturnForm::Plain },
         };
         let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
         let place = || {

@@ -225,7 +225,8 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The code of a logging trampoline, to be placed at `at`. It preserves every register and flag.
     ///
     /// # Errors
-    /// The rings or the return thunk are farther from `at` than an instruction reaches.
+    /// The rings, the return thunk or the next piece of code are farther from `at` than an instruction
+    /// reaches.
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
 
     /// The number by which ELF files name the architecture (`e_machine`).
@@ -578,7 +579,7 @@ pub enum Access {
 }
 
 /// How a guest's own functions return.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ReturnForm {
     /// A plain return instruction.
     Plain,
@@ -595,13 +596,26 @@ pub struct Logger {
     pub rings: RingLayout,
     /// Whether the clock is read; records carry time 0 if not.
     pub clock: bool,
-    /// How far behind the site's instruction the traced function goes on, in bytes
-    /// ([`PadLayout::resume`]); 0 on an architecture that has no other.
-    pub resume: u16,
-    /// How the trampoline returns.
-    pub returns: ReturnForm,
     /// Where it finds what it records of the task; what is not known is recorded as 0.
     pub task: TaskPlaces,
+    /// What is executed behind it.
+    pub then: Then,
+}
+
+/// What is executed behind a piece of code that a pad leads to. Registers and stack are then as they
+/// were when the piece was entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Then {
+    /// The function whose pad it is.
+    GoOn {
+        /// How far behind the pad's instruction that goes on, in bytes ([`PadLayout::resume`]); 0 on an
+        /// architecture that has no other.
+        behind: u16,
+        /// How the guest's functions return.
+        form: ReturnForm,
+    },
+    /// Another piece of code, entered as the first one was.
+    Next(Gva),
 }
 
 /// Where the code of a trampoline finds what it records of the task that calls, by distances from what

@@ -5,7 +5,7 @@ use crate::addr::Gva;
 
 /// The code of a stub, to be placed at `at`, for a function that is traced and is redirected to the one
 /// at `to`: it calls the logger, which goes on behind its caller whatever that is
-/// ([`Logger::resume`](super::Logger::resume) 0), and then jumps. Registers and stack are at both of its
+/// ([`Then::GoOn`](super::Then::GoOn) with `behind` 0), and then jumps. Registers and stack are at both of its
 /// instructions what they would be at the pad. Its records carry the address behind the first
 /// ([`stub_ip`]).
 ///

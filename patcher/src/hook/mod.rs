@@ -7,29 +7,29 @@
 //! | traced | redirected | the pad | |
 //! |---|---|---|---|
 //! | no | no | its original bytes | |
-//! | by a call | no | calls the logger | which goes on in the function |
+//! | by a call | no | calls a chain of pieces of code | which goes on in the function |
 //! | by a trap | no | is a trap | which leaves the guest, is recorded, and goes on behind it |
 //! | no | yes | jumps to the new function | |
-//! | either way | yes | jumps to a stub | which calls the logger and jumps to the new function |
+//! | either way | yes | jumps to a stub | which calls the chain and jumps to the new function |
 //!
 //! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
 //! is executed from a copy in the region that jumps back behind it.
 //!
 //! A change of wants is one [`Patchset`](crate::patch::Patchset) and one stop, whatever the pads held
-//! before. Loggers and stubs are never overwritten: a task may stand in them for as long as it likes.
+//! before. Chains and stubs are never overwritten: a task may stand in them for as long as it likes.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::iter;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::addr::Gva;
-use crate::arch::{Logger, PadBytes, PadLayout, TaskPlaces, assemble_stub, stub_ip};
-use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask, Site};
+use crate::arch::{PadBytes, PadLayout, assemble_stub, stub_ip};
+use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::Left;
-use crate::region::{Part, Trap};
+use crate::region::Trap;
 
+mod chain;
 mod change;
 mod error;
 #[cfg(test)]
@@ -39,6 +39,7 @@ mod stops;
 mod tests;
 mod traps;
 
+use chain::Chains;
 use change::Step;
 pub use error::{HookError, ReleaseError};
 
@@ -164,10 +165,7 @@ pub struct Hooks<'m> {
     machine: &'m dyn Machine,
     kernel: &'m Kernel,
     region: &'m MappedRegion,
-    /// By how far behind the site's instruction functions go on; none until something is traced.
-    loggers: BTreeMap<u16, Gva>,
-    /// What those record of tasks.
-    recorded: Option<RecordedTask>,
+    chains: Chains,
     stubs: Vec<Stub>,
     hooks: BTreeMap<Gva, Hook>,
     /// Traps that are or may be in the guest.
@@ -184,8 +182,7 @@ impl<'m> Hooks<'m> {
             machine,
             kernel,
             region,
-            loggers: BTreeMap::new(),
-            recorded: None,
+            chains: Chains::default(),
             stubs: Vec::new(),
             hooks: BTreeMap::new(),
             traps: BTreeMap::new(),
@@ -261,67 +258,13 @@ impl<'m> Hooks<'m> {
         &self.stubs
     }
 
-    /// Places the loggers, which nothing leads to yet, if that was not done before.
-    ///
-    /// # Errors
-    /// [`HookError`]; the guest's text is not touched.
-    pub fn prepare_tracing(&mut self) -> Result<(), HookError> {
-        if !self.loggers.is_empty() {
-            return Ok(());
-        }
-        let (arch, ram) = (self.kernel.arch(), self.machine.ram());
-        let recorded = self.kernel.recorded_task(self.machine);
-        let logger = Logger {
-            cpu_number: self.kernel.cpu_number(ram)?,
-            rings: self.region.rings(),
-            clock: true,
-            resume: 0,
-            returns: self.kernel.return_form(ram)?,
-            task: recorded.places(),
-        };
-        let resumes: BTreeSet<u16> = iter::once(&PadLayout::SINGLE)
-            .chain(arch.pad_layouts())
-            .map(|layout| layout.resume)
-            .collect();
-        let place = |resume| {
-            let logger = Logger { resume, ..logger };
-            Ok((resume, self.place(|at| Ok(arch.assemble_logger(at, &logger)?))?))
-        };
-        self.loggers = resumes.into_iter().map(place).collect::<Result<_, HookError>>()?;
-        self.recorded = Some(recorded);
-        Ok(())
-    }
-
-    /// What records tell of tasks, and why not the rest; `None` until something is traced.
-    #[must_use]
-    pub fn recorded(&self) -> Option<&RecordedTask> {
-        self.recorded.as_ref()
-    }
-
-    pub(crate) fn recorded_places(&self) -> TaskPlaces {
-        self.recorded().map(RecordedTask::places).unwrap_or_default()
-    }
-
-    /// Places code that nothing leads to yet.
-    fn place(
-        &self,
-        assemble: impl FnOnce(Gva) -> Result<Vec<u8>, HookError>,
-    ) -> Result<Gva, HookError> {
-        let code = self.region.code();
-        let at = code.place(&self.machine.region(Part::Code), assemble)?;
-        if let Some(journal) = self.machine.journal() {
-            journal.note_code(code.used())?;
-        }
-        Ok(at)
-    }
-
     /// The stub for the pad at `pad` if its function is redirected to `to` and traced.
     fn stub(&mut self, pad: Gva, to: Gva) -> Result<Gva, HookError> {
         if let Some(known) = self.stubs.iter().find(|stub| stub.pad == pad && stub.to == to) {
             return Ok(known.at);
         }
         let arch = self.kernel.arch();
-        let logger = self.loggers[&PadLayout::SINGLE.resume];
+        let logger = self.chain(PadLayout::SINGLE.resume)?;
         let mut len = 0;
         let at = self.place(|at| {
             let code = assemble_stub(arch, at, logger, to)?;
@@ -355,7 +298,7 @@ impl<'m> Hooks<'m> {
             (None, None) => site.original,
             (Some(Method::Trap), None) => self.trap(site)?,
             (Some(Method::Call), None) => {
-                arch.encode_branch(site.at, self.loggers[&site.layout.resume])?
+                arch.encode_branch(site.at, self.chain(site.layout.resume)?)?
             }
             (None, Some(to)) => arch.encode_jump(site.at, to)?,
             (Some(_), Some(to)) => arch.encode_jump(site.at, self.stub(site.at, to)?)?,

@@ -10,6 +10,7 @@ use crate::arch::Arch;
 use crate::arch::x86_64::X86_64;
 use crate::journal::Journal;
 use crate::patch::{Foreign, LeftBehind, VerifyError};
+use crate::region::Part;
 use crate::synthetic::{Faulty, Kind};
 
 impl Place {

@@ -18,8 +18,9 @@
 //! * It returns by `ret` with a register, which is no branch that needs a landing pad (BTI), and
 //!   which the return stack of the processor expects after a `bl`.
 
+use super::pads::encode_jump;
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, PidPlace};
+use crate::arch::{Logger, OutOfReach, PidPlace, Then};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// How far `adrp` reaches, in bytes.
@@ -101,10 +102,29 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
 
     words.push(0xf940_0be0 | 12); //                    ldr x12, [sp, #16]
     words.push(0xa8c2_0000 | pair(10, R31, 11)); //     ldp x10, x11, [sp], #32
-    words.push(0x9100_0000 | u32::from(logger.resume) << 10 | 30 << 5 | 16); // add x16, x30, #resume
-    words.push(0xaa09_03e0 | 30); //                    mov x30, x9
-    words.push(0xd65f_0000 | 16 << 5); //               ret x16
+    append_then(&mut words, at, logger.then)?;
     Ok(words.into_iter().flat_map(u32::to_le_bytes).collect())
+}
+
+/// Appends to the code `words`, which is for `at`, what leads to what is executed behind it. `x16` is
+/// lost.
+///
+/// # Errors
+/// It is not within 128 MiB.
+pub(super) fn append_then(words: &mut Vec<u32>, at: Gva, then: Then) -> Result<(), OutOfReach> {
+    match then {
+        Then::GoOn { behind, .. } => {
+            words.push(0x9100_0000 | u32::from(behind) << 10 | 30 << 5 | 16); // add x16, x30, #behind
+            words.push(0xaa09_03e0 | 30); //            mov x30, x9
+            words.push(0xd65f_0000 | 16 << 5); //       ret x16
+        }
+        Then::Next(to) => {
+            let mut branch = [0; 4];
+            branch.copy_from_slice(&encode_jump(at + 4 * words.len() as u64, to)?);
+            words.push(u32::from_le_bytes(branch)); //  b to
+        }
+    }
+    Ok(())
 }
 
 /// The operands of an instruction that loads or stores the registers `first` and `second` at the
@@ -155,8 +175,7 @@ mod tests {
             cpu_number: 0x10,
             rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
-            returns: ReturnForm::Plain,
-            resume: 0,
+            then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
             task: TaskPlaces {
                 pid: Some(PidPlace::InTask { current: 0, pid: 1352 }),
                 preempt_count: Some(0x10),
@@ -237,6 +256,17 @@ mod tests {
         for zero in ["mov w10, wzr", "mov w12, wzr"] {
             assert!(listing.contains(&zero.to_owned()), "{listing:?}");
         }
+    }
+
+    #[test]
+    fn another_piece_of_code_is_entered_as_this_one_was() {
+        let then = Then::Next(AT + 0x1000);
+        let code = assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).unwrap();
+        let listing = listing(&code);
+        let next = format!("b #{:#x}", AT.0 + 0x1000);
+        assert_eq!(listing[listing.len() - 2..], ["ldp x10, x11, [sp], #0x20".into(), next]);
+        let then = Then::Next(AT + (129 << 20));
+        assert!(assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).is_err());
     }
 
     #[test]

@@ -16,13 +16,13 @@
 
 use super::pads::halfwords;
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm};
+use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, Then};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// The code, to be placed at `at`.
 ///
 /// # Errors
-/// The rings are not within 4 GiB of `at`, or the CPU's number and what is recorded of the task are not
+/// The rings or the next piece of code are not within 4 GiB of `at`, or the CPU's number and what is recorded of the task are not
 /// within 512 KiB of address 0.
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let rings = &logger.rings;
@@ -75,19 +75,37 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     code.extend([0x50, 0x40, 0x10, 0x1c]); //             st %r4,28(%r1)        sequence
 
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
+    append_then(&mut code, at, logger.then)?;
+    Ok(code)
+}
+
+/// Appends to `code`, which is for `at`, what leads to what is executed behind it. `%r1` is lost.
+///
+/// # Errors
+/// It is not within 4 GiB.
+pub(super) fn append_then(code: &mut Vec<u8>, at: Gva, then: Then) -> Result<(), OutOfReach> {
+    let (behind, form) = match then {
+        Then::GoOn { behind, form } => (behind, form),
+        Then::Next(to) => {
+            let displacement = halfwords(at + code.len() as u64, to)?;
+            code.extend([0xc0, 0xf4]); //                 jg to
+            code.extend(displacement);
+            return Ok(());
+        }
+    };
     code.extend([0xb9, 0x04, 0x00, 0x10]); //             lgr %r1,%r0: `br %r0` branches nowhere
-    if logger.resume != 0 {
-        let [high, low] = logger.resume.to_be_bytes();
+    if behind != 0 {
+        let [high, low] = behind.to_be_bytes();
         debug_assert!(high < 16, "a displacement has twelve bits");
-        code.extend([0x41, 0x10, 0x10 | high, low]); //   la %r1,resume(%r1)
+        code.extend([0x41, 0x10, 0x10 | high, low]); //   la %r1,behind(%r1)
     }
-    if let ReturnForm::Thunk(_) = logger.returns {
+    if let ReturnForm::Thunk(_) = form {
         // What the guest's thunks do; theirs for %r1 need not be where its functions' for %r14 is.
         code.extend([0xc6, 0x00, 0x00, 0x00, 0x00, 0x05]); // exrl %r0,1f
         code.extend([0xa7, 0xf4, 0x00, 0x00]); //         j .
     }
     code.extend([0x07, 0xf1]); //                      1: br %r1
-    Ok(code)
+    Ok(())
 }
 
 /// Appends `larl %r1,to`.
@@ -132,8 +150,7 @@ mod tests {
             cpu_number: 0x3a0,
             rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
-            resume: 0,
-            returns: ReturnForm::Plain,
+            then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
             task: TaskPlaces { pid: Some(PidPlace::Fixed(0x39c)), preempt_count: Some(0x3a8) },
         }
     }
@@ -209,16 +226,26 @@ mod tests {
 
     #[test]
     fn a_function_goes_on_behind_its_block() {
-        let logger = Logger { resume: 18, ..logger(AT + (2 << 20)) };
+        let then = Then::GoOn { behind: 18, form: ReturnForm::Plain };
+        let logger = Logger { then, ..logger(AT + (2 << 20)) };
         let code = assemble(&logger, AT).unwrap();
         let listing = listing(&code);
         assert_eq!(listing[listing.len() - 2..], ["la %r1, 0x12(%r1)", "br %r1"]);
     }
 
     #[test]
+    fn another_piece_of_code_is_entered_as_this_one_was() {
+        let then = Then::Next(AT + 0x1000);
+        let code = assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).unwrap();
+        let listing = listing(&code);
+        let next = format!("jg {:#x}", AT.0 + 0x1000);
+        assert_eq!(listing[listing.len() - 2..], ["lmg %r2, %r4, 0x10(%r15)".into(), next]);
+    }
+
+    #[test]
     fn where_functions_return_through_thunks_the_last_branch_is_executed_from_elsewhere() {
-        let returns = ReturnForm::Thunk(Gva(0x10_0000));
-        let code = assemble(&Logger { returns, ..logger(AT + (2 << 20)) }, AT).unwrap();
+        let then = Then::GoOn { behind: 0, form: ReturnForm::Thunk(Gva(0x10_0000)) };
+        let code = assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).unwrap();
         let listing = listing(&code);
         let [.., execute, trap, branch] = listing.as_slice() else { panic!("{listing:?}") };
         let end = AT.0 + code.len() as u64;

@@ -24,7 +24,7 @@
 //! the guest's own functions do, through the guest's return thunk where it has one.
 
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm};
+use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, Then};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// How far an absolute or relative 32-bit displacement goes, in bytes either way.
@@ -34,7 +34,7 @@ const REACH: u64 = 1 << 31;
 ///
 /// # Errors
 /// The rings are not within the lowest or highest 2 GiB of the address space, where a sign-extended
-/// displacement names them, or the return thunk is not within 2 GiB of `at`.
+/// displacement names them, or the return thunk or the next piece of code is not within 2 GiB of `at`.
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let out_of_reach = |to| OutOfReach { from: at, to, reach: REACH };
     let absolute = |to: Gva| i32::try_from(to.0.cast_signed()).map_err(|_| out_of_reach(to));
@@ -115,19 +115,30 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     put(&[&[0x9e]]); //                       sahf             the others as they were
     put(&[&[0x58]]); //                       pop rax
 
-    match logger.returns {
-        // The int3 keeps the CPU from speculating past the return, as the kernel's own has it.
-        ReturnForm::Plain => code.extend_from_slice(&[0xc3, 0xcc]),
-        ReturnForm::Thunk(thunk) => {
-            let next = at + code.len() as u64 + 5;
-            let distance = i32::try_from(thunk.0.wrapping_sub(next.0).cast_signed())
-                .map_err(|_| out_of_reach(thunk))?;
-            code.push(0xe9); // jmp thunk
-            code.extend_from_slice(&distance.to_le_bytes());
-            code.push(0xcc);
-        }
-    }
+    append_then(&mut code, at, logger.then)?;
     Ok(code)
+}
+
+/// Appends to `code`, which is for `at`, what leads to what is executed behind it.
+///
+/// # Errors
+/// It is not within 2 GiB.
+pub(super) fn append_then(code: &mut Vec<u8>, at: Gva, then: Then) -> Result<(), OutOfReach> {
+    let to = match then {
+        Then::GoOn { form: ReturnForm::Plain, .. } => {
+            // The int3 keeps the CPU from speculating past the return, as the kernel's own has it.
+            code.extend_from_slice(&[0xc3, 0xcc]);
+            return Ok(());
+        }
+        Then::GoOn { form: ReturnForm::Thunk(to), .. } | Then::Next(to) => to,
+    };
+    let behind = at + code.len() as u64 + 5;
+    let distance = i32::try_from(to.0.wrapping_sub(behind.0).cast_signed())
+        .map_err(|_| OutOfReach { from: at, to, reach: REACH })?;
+    code.push(0xe9); // jmp to
+    code.extend_from_slice(&distance.to_le_bytes());
+    code.push(0xcc);
+    Ok(())
 }
 
 #[cfg(test)]
@@ -138,13 +149,12 @@ mod tests {
     use crate::arch::TaskPlaces;
     use crate::region::RingLayout;
 
-    fn logger(returns: ReturnForm) -> Logger {
+    fn logger(form: ReturnForm) -> Logger {
         Logger {
             cpu_number: 0x1_f0c0,
             rings: RingLayout::new(Gva(0xffff_ffff_be20_0000), 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
-            resume: 0,
-            returns,
+            then: Then::GoOn { behind: 0, form },
             task: TaskPlaces {
                 pid: Some(PidPlace::InTask { current: 0x1_fb80, pid: 2416 }),
                 preempt_count: Some(0x1_fb88),
@@ -246,6 +256,17 @@ mod tests {
         let code = assemble(&logger(ReturnForm::Thunk(thunk)), at).unwrap();
         let listing = listing(&code, at.0);
         assert_eq!(listing[listing.len() - 2..], [format!("jmp {:#x}", thunk.0), "int3".into()]);
+    }
+
+    #[test]
+    fn another_piece_of_code_is_entered_as_this_one_was() {
+        let at = Gva(0xffff_ffff_be00_0000);
+        let next = Gva(0xffff_ffff_be00_1000);
+        let then = Then::Next(next);
+        let code = assemble(&Logger { then, ..logger(ReturnForm::Plain) }, at).unwrap();
+        let listing = listing(&code, at.0);
+        let end = listing.len() - 3;
+        assert_eq!(listing[end..], ["pop rax".into(), format!("jmp {:#x}", next.0), "int3".into()]);
     }
 
     #[test]

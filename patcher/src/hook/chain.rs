@@ -1,0 +1,108 @@
+//! What pads lead to: chains of pieces of code in the region.
+//!
+//! Each piece is entered with registers and stack as the pad's own call leaves them, keeps all of them,
+//! and then goes on in the function or leads to the next piece ([`Then`]). So a piece knows nothing of
+//! the others, and a chain is put together from its end. Pieces that are the same are one: what is known
+//! here is never overwritten and never leaves, since a task may stand in it for as long as it likes.
+
+use std::collections::BTreeMap;
+
+use super::{HookError, Hooks};
+use crate::addr::Gva;
+use crate::arch::{Logger, PadLayout, ReturnForm, TaskPlaces, Then};
+use crate::kernel::RecordedTask;
+use crate::region::Part;
+
+/// A piece of code that can be in a chain. Two that are equal are the same code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Piece {
+    /// Records the call.
+    Logger(Then),
+}
+
+/// What is known of a kernel for the sake of pieces.
+#[derive(Debug)]
+struct Ground {
+    cpu_number: i32,
+    returns: ReturnForm,
+    recorded: RecordedTask,
+}
+
+/// The pieces that there are.
+#[derive(Debug, Default)]
+pub(super) struct Chains {
+    /// None until something is traced.
+    ground: Option<Ground>,
+    pieces: BTreeMap<Piece, Gva>,
+}
+
+impl Hooks<'_> {
+    /// Finds out what has to be known of the kernel to trace, and places the logger, which nothing leads
+    /// to yet, if that was not done before.
+    ///
+    /// # Errors
+    /// [`HookError`]; the guest's text is not touched.
+    pub fn prepare_tracing(&mut self) -> Result<(), HookError> {
+        self.chain(PadLayout::SINGLE.resume).map(drop)
+    }
+
+    /// What records tell of tasks, and why not the rest; `None` until something is traced.
+    #[must_use]
+    pub fn recorded(&self) -> Option<&RecordedTask> {
+        self.chains.ground.as_ref().map(|ground| &ground.recorded)
+    }
+
+    pub(crate) fn recorded_places(&self) -> TaskPlaces {
+        self.recorded().map(RecordedTask::places).unwrap_or_default()
+    }
+
+    /// What a pad has to call so that the calls of its function, which goes on so far behind the pad's
+    /// instruction, are recorded.
+    pub(super) fn chain(&mut self, behind: u16) -> Result<Gva, HookError> {
+        let form = self.ground()?.returns;
+        self.piece(Piece::Logger(Then::GoOn { behind, form }))
+    }
+
+    fn ground(&mut self) -> Result<&Ground, HookError> {
+        let ground = match self.chains.ground.take() {
+            Some(ground) => ground,
+            None => Ground {
+                cpu_number: self.kernel.cpu_number(self.machine.ram())?,
+                returns: self.kernel.return_form(self.machine.ram())?,
+                recorded: self.kernel.recorded_task(self.machine),
+            },
+        };
+        Ok(self.chains.ground.insert(ground))
+    }
+
+    /// Where a piece is, which is placed if it is not there yet.
+    fn piece(&mut self, piece: Piece) -> Result<Gva, HookError> {
+        if let Some(at) = self.chains.pieces.get(&piece) {
+            return Ok(*at);
+        }
+        let at = match piece {
+            Piece::Logger(then) => {
+                let rings = self.region.rings();
+                let ground = self.ground()?;
+                let (cpu_number, task) = (ground.cpu_number, ground.recorded.places());
+                let logger = Logger { cpu_number, rings, clock: true, task, then };
+                self.place(|at| Ok(self.kernel.arch().assemble_logger(at, &logger)?))?
+            }
+        };
+        self.chains.pieces.insert(piece, at);
+        Ok(at)
+    }
+
+    /// Places code that nothing leads to yet.
+    pub(super) fn place(
+        &self,
+        assemble: impl FnOnce(Gva) -> Result<Vec<u8>, HookError>,
+    ) -> Result<Gva, HookError> {
+        let code = self.region.code();
+        let at = code.place(&self.machine.region(Part::Code), assemble)?;
+        if let Some(journal) = self.machine.journal() {
+            journal.note_code(code.used())?;
+        }
+        Ok(at)
+    }
+}
