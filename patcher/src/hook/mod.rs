@@ -60,6 +60,8 @@ pub struct Want {
     pub traced: Option<Method>,
     /// The function that is called in place of its own.
     pub redirect: Option<Gva>,
+    /// Whether its returns are recorded as well as its calls, if it is traced by calls.
+    pub returns: bool,
 }
 
 /// Somebody who looks at the guest while it stands for a change of wants.
@@ -280,7 +282,7 @@ impl<'m> Hooks<'m> {
         let arch = self.kernel.arch();
         if site.is_unpadded() {
             return match want {
-                Want { traced: None, redirect: None } => Ok(site.original),
+                Want { traced: None, redirect: None, .. } => Ok(site.original),
                 Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
                 Want { .. } => self.trap(site),
             };
