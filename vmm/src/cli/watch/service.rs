@@ -14,7 +14,7 @@ use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
 use patcher::trace::sink::{self, Beginning, Sink};
-use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
+use patcher::trace::tracer::{ArmError, Armed, ClientId, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals, TraceInfo,
     TraceRequest,
@@ -24,7 +24,7 @@ use vmm::control::{Command, Outbox, TraceWanted};
 use super::answers::{Counts, Desk, Ours, list};
 use super::patching::Patching;
 use super::writer::Writer;
-use super::{LOOK, broken};
+use super::{LOOK, OwnTrace, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
 use crate::cli::{say, summary};
@@ -60,8 +60,8 @@ struct Ending {
 
 /// What became of everything.
 pub struct Ended {
-    /// What the run's own trace came to and how long it lasted, if there was one.
-    pub own: Option<(Summary, Duration)>,
+    /// What the run's own trace came to, if there was one.
+    pub own: Option<OwnTrace>,
     /// Why it could not be written.
     pub failure: Option<io::Error>,
     /// Whether all functions were put back.
@@ -265,8 +265,9 @@ impl<'m> Service<'m> {
         let (reason, lasted) = (ending.reason, ending.lasted);
         finished.sink.end(End { reason, error, totals: Totals::from(&summary), lasted });
         if trace.pid.is_none() {
-            self.ended.failure = self.writer.take().and_then(|writer| writer.finish().err());
-            self.ended.own = Some((summary, lasted));
+            let (written, times) = self.writer.take().map_or((Ok(()), Vec::new()), Writer::finish);
+            self.ended.failure = written.err();
+            self.ended.own = Some(OwnTrace { summary, lasted, times });
         }
         // Whoever stops a trace is told by its end; all others by the run's.
         let is_told = trace.pid.is_some() && reason == EndReason::Stopped;
