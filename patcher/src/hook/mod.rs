@@ -62,10 +62,10 @@ pub enum Method {
 pub struct Want {
     /// Whether its function is traced, and how.
     pub traced: Option<Method>,
-    /// Whether the returns of the calls that are traced are, too: of those that a pad's own call tells of.
-    pub returns: bool,
     /// The function that is called in place of its own.
     pub redirect: Option<Gva>,
+    /// Whether its returns are recorded as well as its calls, if it is traced by calls.
+    pub returns: bool,
 }
 
 /// Somebody who looks at the guest while it stands for a change of wants.

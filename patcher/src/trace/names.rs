@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::ring::RawRecord;
 use super::sink::Name;
 use crate::addr::Gva;
 use crate::kernel::{Kernel, Site};
@@ -19,6 +18,8 @@ pub struct Names<'k> {
     functions: Vec<Named>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
+    /// Those with the same indices, by where they begin.
+    by_beginning: FxHashMap<u64, u32>,
     /// Of other addresses that records of a function may carry the low halves, and of the one that it
     /// was added with.
     aliases: FxHashMap<u32, u32>,
@@ -54,6 +55,7 @@ impl<'k> Names<'k> {
                 .then(|| kernel.text().start.0 & !u64::from(u32::MAX)),
             functions: Vec::new(),
             by_ip: FxHashMap::default(),
+            by_beginning: FxHashMap::default(),
             aliases: FxHashMap::default(),
             callers: FxHashMap::default(),
             next_id: 0,
@@ -70,6 +72,7 @@ impl<'k> Names<'k> {
             offset: site.at.0.wrapping_sub(site.function.0),
         });
         self.by_ip.insert(ip.0 as u32, index as u32);
+        self.by_beginning.insert(site.function.0, index as u32);
         self.next_id += 1;
         index
     }
@@ -87,24 +90,45 @@ impl<'k> Names<'k> {
         self.by_ip.get(&ip).or_else(alias).map(|index| *index as usize)
     }
 
+    /// The index of the function whose records carry an `ip` with this low half, and whether the record
+    /// is of a return: these carry one more than the records of calls, which no site's do.
+    #[must_use]
+    pub fn record_of(&self, ip: u32) -> Option<(usize, bool)> {
+        let call = self.index_of(ip).map(|index| (index, false));
+        call.or_else(|| Some((self.index_of(ip.wrapping_sub(1))?, true)))
+    }
+
     /// The name of the function with that index.
     #[must_use]
     pub fn function(&self, index: usize) -> &Arc<str> {
         &self.functions[index].text
     }
 
-    /// The names of the function with that index and of the record's caller. A caller outside the
-    /// kernel's own image is named by its address.
-    pub fn of(&mut self, record: &RawRecord, index: usize) -> (Name<'_>, Name<'_>) {
+    /// The names of the function with that index and of its caller, of which the record of the call
+    /// has `parent`. A caller outside the kernel's own image is named by its address, and one that is
+    /// not known by 0.
+    pub fn of(&mut self, parent: Option<u64>, index: usize) -> (Name<'_>, Name<'_>) {
+        let caller = match (parent, self.high_half) {
+            (None, _) => 0,
+            (Some(parent), Some(high)) => high | parent & u64::from(u32::MAX),
+            (Some(parent), None) => parent,
+        };
+        self.learn_caller(caller);
+        (self.functions[index].name(), self.callers[&caller].name())
+    }
+
+    /// The index of the function that begins at that address.
+    #[must_use]
+    pub fn index_of_beginning(&self, begins: u64) -> Option<u32> {
+        self.by_beginning.get(&begins).copied()
+    }
+
+    fn learn_caller(&mut self, parent: u64) {
         if self.callers.len() >= MAX_CALLERS {
             self.callers.clear();
         }
-        let parent = match self.high_half {
-            Some(high) => high | record.parent & u64::from(u32::MAX),
-            None => record.parent,
-        };
         let (kernel, next_id) = (self.kernel, &mut self.next_id);
-        let caller = self.callers.entry(parent).or_insert_with(|| {
+        self.callers.entry(parent).or_insert_with(|| {
             let address = Gva(parent);
             let (text, offset) = match kernel.symbols().lookup(address) {
                 Some(place) if kernel.image().range.contains(&address) => {
@@ -115,6 +139,5 @@ impl<'k> Names<'k> {
             *next_id += 1;
             Named { id: *next_id - 1, text, address, offset }
         });
-        (self.functions[index].name(), caller.name())
     }
 }

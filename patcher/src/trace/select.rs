@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::filter::{Filter, FilterError};
+use super::graph;
 use crate::hook::{Hooks, Method};
 use crate::kernel::{Kernel, Pads, PadsError, Refused, Site};
 use crate::machine::Machine;
@@ -12,6 +13,8 @@ use crate::machine::Machine;
 pub struct Selection {
     /// How those are to be traced that are not traced yet.
     pub method: Method,
+    /// What of their calls and returns is given out; `None` if it is calls only.
+    pub graph: Option<graph::Options>,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -92,7 +95,7 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { method: Method::Call, sites, refused, pads })
+        Ok(Self { method: Method::Call, graph: None, sites, refused, pads })
     }
 }
 

@@ -15,7 +15,7 @@ use patcher::kernel::MappedRegion;
 use patcher::machine::Machine;
 use patcher::trace::filter::Filter;
 use patcher::trace::session::{Selection, Session};
-use patcher::trace::sink::{Beginning, Event, Sink};
+use patcher::trace::sink::{Beginning, Event, Sink, Tracer};
 use tests::guest::{Guest, text};
 use vmm::kvm::{GuestExit, Hardware, LinuxBoot};
 
@@ -90,7 +90,7 @@ fn cycle(guest: &Guest, rounds: u32) -> Result<()> {
         let selection = Selection::new(&kernel, machine, &Filter::default())?;
         let (mut session, armed) = Session::arm(machine, &kernel, &region, &selection)?;
         let mut check = Check::default();
-        check.begin(&Beginning::of(&kernel, machine.vcpus(), false))?;
+        check.begin(&Beginning::of(&kernel, Tracer::Function, machine.vcpus(), false))?;
         let until = Instant::now() + ARMED;
         while Instant::now() < until {
             session.drain(&mut check)?;

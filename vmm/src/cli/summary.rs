@@ -196,7 +196,7 @@ mod tests {
             late: 2,
             corrupt: vec!["the ring of CPU 2 is corrupt: its head went from 9 to 1".into()],
             stops: [803, 412, 20_000].map(Duration::from_micros).into(),
-            foreign: 0,
+            ..Totals::default()
         };
         let calls = [("vfs_read", 12_000), ("vfs_write", 345)];
         assert_eq!(

@@ -15,8 +15,8 @@ use anyhow::{Context, Error, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use patcher::arch::ByteOrder;
-use patcher::trace::sink::{Beginning, Sink};
-use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
+use patcher::trace::sink::{self, Beginning, Sink};
+use vmm::control::protocol::{Armed, EndReason, GraphRequest, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
 use super::output::{Destination, Format, Output, Records};
@@ -120,6 +120,7 @@ pub fn run(options: &Options) -> Result<Status> {
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
         method: options.method.into(),
+        graph: GraphRequest::default(),
     };
     let begun = begin(&options.name, &request, &stop, &mut progress);
     progress.clear();
@@ -188,6 +189,8 @@ fn receive(
         Error::new(error).context(format!("the trace can't be written to {name}"))
     };
     let mut written = records.begin(&Beginning {
+        tracer: sink::Tracer::Function,
+        interrupts: armed.interrupts,
         cpus: armed.cpus,
         contexts: armed.contexts,
         release: &armed.release,

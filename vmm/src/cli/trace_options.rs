@@ -2,7 +2,7 @@
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
-use vmm::control::protocol::{self, TraceRequest};
+use vmm::control::protocol::{self, GraphRequest, TraceRequest};
 
 use super::output::{Destination, Format, Output};
 
@@ -97,6 +97,7 @@ impl TraceOptions {
             filter: self.filter.clone(),
             notrace: self.notrace.clone(),
             method: self.method.into(),
+            graph: GraphRequest::default(),
         })
     }
 }

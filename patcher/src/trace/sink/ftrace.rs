@@ -137,7 +137,7 @@ impl<W: Write> Sink for FtraceText<W> {
 #[cfg(test)]
 mod tests {
     use super::super::tests::BEGINNING;
-    use super::super::{Context, Name, Task};
+    use super::super::{Context, EventKind, Name, Task};
     use super::*;
 
     const fn name(id: u64, text: &str) -> Name<'_> {
@@ -151,7 +151,8 @@ mod tests {
         caller: &'static str,
     ) -> Event<'static> {
         let (function, caller) = (name(0, function), name(1, caller));
-        Event { time_ns, cpu, function, caller, task: None, context: None, missed: 0 }
+        let (kind, task, context) = (EventKind::Call, None, None);
+        Event { time_ns, kind, cpu, function, caller, task, context, missed: 0 }
     }
 
     const fn beginning(cpus: usize) -> Beginning<'static> {

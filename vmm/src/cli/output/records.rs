@@ -141,12 +141,13 @@ mod tests {
 
     use patcher::arch::ByteOrder;
     use patcher::trace::recording::Recording;
-    use patcher::trace::sink::Name;
+    use patcher::trace::sink::{EventKind, Name, Tracer};
 
     use super::*;
 
     const EVENT: Event<'_> = Event {
         time_ns: 1_000_000,
+        kind: EventKind::Call,
         cpu: 0,
         function: Name { id: 0, text: "f", address: 0x1004, offset: 4 },
         caller: Name { id: 1, text: "g", address: 0x2020, offset: 0x20 },
@@ -156,6 +157,8 @@ mod tests {
     };
 
     const BEGINNING: Beginning<'_> = Beginning {
+        tracer: Tracer::Function,
+        interrupts: (0, 0),
         cpus: 1,
         contexts: false,
         release: "6.1",

@@ -5,7 +5,7 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
@@ -13,7 +13,7 @@ use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
-use patcher::trace::sink::{Beginning, Sink};
+use patcher::trace::sink::{self, Beginning, Sink};
 use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals, TraceInfo,
@@ -113,11 +113,12 @@ impl<'m> Service<'m> {
     /// # Errors
     /// Nothing is selected, or it can't be armed or written.
     pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
+        request.check().map_err(Error::msg)?;
         let cpus = self.machine.vcpus();
         let (hooks, tracer) = self.tracer()?;
         let selection = select(hooks, &request)?;
         let contexts = tracer.contexts();
-        let beginning = Beginning::of(hooks.kernel(), cpus, contexts);
+        let beginning = Beginning::of(hooks.kernel(), request.tracer.into(), cpus, contexts);
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) =
             Writer::start(records, contexts).context("no thread can be had to write")?;
@@ -427,10 +428,14 @@ fn failed(message: impl Into<String>) -> Refusal {
 fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, SelectError> {
     let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
     let filter = Filter { only: globs(&request.filter), except: globs(&request.notrace) };
-    match request.method {
-        Method::Call => Selection::beside(hooks, &filter),
-        Method::Trap => Selection::trapping(hooks, &filter),
-    }
+    let selection = match request.method {
+        Method::Call => Selection::beside(hooks, &filter)?,
+        Method::Trap => Selection::trapping(hooks, &filter)?,
+    };
+    Ok(match request.tracer {
+        protocol::Tracer::Func => selection,
+        protocol::Tracer::Graph => Selection { graph: Some((&request.graph).into()), ..selection },
+    })
 }
 
 /// What is said of a trace that begins.
@@ -450,6 +455,7 @@ fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol
         stop: armed.stop.total(),
         contexts: recorded.is_some_and(|recorded| recorded.preempt_count.is_ok()),
         missing: recorded.and_then(RecordedTask::missing),
+        interrupts: sink::interrupt_entries(kernel),
         arch: kernel.arch().name().to_owned(),
         big_endian: kernel.arch().byte_order() == ByteOrder::Big,
     }

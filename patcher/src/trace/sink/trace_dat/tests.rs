@@ -6,7 +6,7 @@ use std::process::Command;
 use std::{env, process};
 
 use super::super::tests::BEGINNING;
-use super::super::{Context, FtraceText, Task};
+use super::super::{Context, EventKind, FtraceText, Task};
 use super::*;
 
 const CPUS: usize = 3;
@@ -42,6 +42,7 @@ fn events() -> Vec<Event<'static>> {
         };
         all.push(Event {
             time_ns,
+            kind: EventKind::Call,
             cpu: (step * 7 % 13 % CPUS as u64) as u16,
             function: name(step % 3),
             caller: name(step / 3 % 4),
