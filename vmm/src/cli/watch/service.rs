@@ -82,6 +82,8 @@ pub struct Service<'m> {
     /// Writes the run's own trace.
     writer: Option<Writer>,
     own_failed: bool,
+    /// Whether it was said that calls that never return can't be told from others.
+    told_of_returns: bool,
     ended: Ended,
 }
 
@@ -104,6 +106,7 @@ impl<'m> Service<'m> {
             patching: Patching::default(),
             writer: None,
             own_failed: false,
+            told_of_returns: false,
             ended: Ended { own: None, failure: None, disarmed: Ok(()) },
         }
     }
@@ -187,6 +190,12 @@ impl<'m> Service<'m> {
         }
         if let Some(hooks) = &mut self.hooks {
             self.patching.step(hooks);
+            if let Some(Err(error)) = hooks.tend_returns(Instant::now())
+                && !std::mem::replace(&mut self.told_of_returns, true)
+            {
+                progress.clear();
+                say(format_args!("calls that never return can't be told from others: {error}"));
+            }
         }
         let patience = match (self.traces.is_empty(), taken) {
             (true, _) => LOOK.min(self.patching.due()),
