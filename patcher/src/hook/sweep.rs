@@ -75,7 +75,8 @@ pub(super) struct Sweeper {
 }
 
 impl Hooks<'_> {
-    /// Sweeps if slots run out, and that was not done a moment ago; `None` if there is no need.
+    /// Sweeps if slots run out, for all CPUs or for one, and that was not done a moment ago; `None` if
+    /// there is no need.
     ///
     /// # Errors
     /// [`SweepError`].
@@ -85,8 +86,9 @@ impl Hooks<'_> {
             return None;
         }
         self.sweeper.looked = Some(now);
-        let free = self.taken_returns()?.memory.free(self.machine.vcpus());
-        (free < RETURN_SLOTS / 2).then(|| self.sweep_returns(now))
+        let memory = self.taken_returns()?.memory;
+        let run_out = memory.free(self.machine.vcpus()) < RETURN_SLOTS / 2;
+        (run_out || memory.shares_nothing()).then(|| self.sweep_returns(now))
     }
 
     /// Tells which calls have not returned, and gives the slots back of those that never will. The guest
@@ -103,11 +105,14 @@ impl Hooks<'_> {
                 self.sweeper.layout.insert(layout.map_err(StackCheckError::from)?).clone()
             }
         };
-        // Each stub is watched under the number of its slot.
-        let stubs = returns.pool.stubs;
-        let watched = (0..RETURN_SLOTS).map(|index| {
-            let at = stubs + u64::from(index) * RETURN_STUB_BYTES;
-            Watched { name: Arc::from(index.to_string()), code: at..at + RETURN_STUB_BYTES }
+        // Each stub is watched under the number of its slot, and the slot as well: the code that a stub
+        // leads to has nothing but that, in a register, while it gives the slot back.
+        let pool = returns.pool;
+        let watched = (0..RETURN_SLOTS).flat_map(|index| {
+            let at = pool.stubs + u64::from(index) * RETURN_STUB_BYTES;
+            let name: Arc<str> = Arc::from(index.to_string());
+            [at..at + RETURN_STUB_BYTES, pool.slot_range(index)]
+                .map(|code| Watched { name: Arc::clone(&name), code })
         });
         let check = StackCheck::with_layout(self.kernel, layout, watched.collect());
         let check = check.with_returns(self.taken_returns());
@@ -139,6 +144,9 @@ impl Hooks<'_> {
             returns.memory.give_back(index)?;
             self.sweeper.suspects.remove(&index);
             swept.freed += 1;
+        }
+        if returns.memory.shares_nothing() {
+            returns.memory.share(self.machine.vcpus())?;
         }
         swept.stop = stopped.resume()?;
         Ok(swept)
@@ -194,11 +202,17 @@ mod tests {
         let list = SLOTS - 0x9000;
         guest.region(Part::Data).memory.write_obj(101_u64.to_le(), list).unwrap();
         let inside = kernel.text().start.0 + 0x123;
-        for (index, function, returns_to) in
-            [(4, 11, inside), (5, 12, stub(&returns, 4)), (6, 13, inside), (7, 14, inside)]
-        {
+        for (index, function, returns_to) in [
+            (3, 10, inside),
+            (4, 11, inside),
+            (5, 12, stub(&returns, 4)),
+            (6, 13, inside),
+            (7, 14, inside),
+        ] {
             call(&guest, index, function, returns_to);
         }
+        // Of a task that was interrupted where it gives the slot back.
+        guest.poke_u64(guest.task("sleeper/2").sp, returns.pool.slot_range(3).start.0);
         // Of a function that was jumped to, which has taken the place of what jumped there; and an
         // address that the stub's own call has left.
         let task = guest.task("sleeper/3");
@@ -209,11 +223,12 @@ mod tests {
         let mut told: Vec<_> = swept.outstanding.iter().map(|o| (o.function, o.pid)).collect();
         told.sort_unstable();
         let other = guest.task("sleeper/1").pid;
-        assert_eq!(told, [(11, task.pid), (12, task.pid), (14, other)]);
+        let interrupted = guest.task("sleeper/2").pid;
+        assert_eq!(told, [(10, interrupted), (11, task.pid), (12, task.pid), (14, other)]);
         assert_eq!((swept.freed, swept.suspected), (0, 1));
         assert_eq!(hooks.sweep_returns(begun + GRACE / 2).unwrap().freed, 0);
         let swept = hooks.sweep_returns(begun + GRACE).unwrap();
-        assert_eq!((swept.freed, swept.suspected, swept.outstanding.len()), (1, 0, 3));
+        assert_eq!((swept.freed, swept.suspected, swept.outstanding.len()), (1, 0, 4));
         assert!(!returns.memory.slot(6).placed && returns.memory.slot(5).placed);
 
         // There are enough free ones.

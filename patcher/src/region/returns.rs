@@ -126,6 +126,13 @@ impl ReturnPool {
         self.stubs..self.stubs + u64::from(RETURN_SLOTS) * RETURN_STUB_BYTES
     }
 
+    /// The addresses of a slot.
+    #[must_use]
+    pub fn slot_range(&self, index: u32) -> std::ops::Range<Gva> {
+        let at = self.slots() + u64::from(index) * RETURN_SLOT_BYTES;
+        at..at + RETURN_SLOT_BYTES
+    }
+
     /// The slot whose stub `address` lies in.
     #[must_use]
     pub fn slot_of(&self, address: u64) -> Option<u32> {
@@ -262,6 +269,51 @@ impl<'a> ReturnPoolMemory<'a> {
         self.put_u64(LISTS, u64::from(changes.wrapping_add(1)) << 32 | u64::from(index + 1))
     }
 
+    /// Whether the list for all CPUs is empty. What the CPUs have for themselves can then be unevenly
+    /// spread: tasks that sleep in calls take slots from one to the other.
+    #[must_use]
+    pub fn shares_nothing(&self) -> bool {
+        self.u64(LISTS) as u32 == 0
+    }
+
+    /// Moves the slots that the CPUs of a guest with so many have for themselves to the list for all. The
+    /// guest stands: a CPU in the middle of a change notices, and begins it again. A list that is none is
+    /// left as it is.
+    ///
+    /// # Errors
+    /// [`RegionError::Memory`].
+    pub fn share(&self, cpus: usize) -> Result<(), RegionError> {
+        for list in 1..=cpus.min(MAX_CPUS) as u64 {
+            let at = LISTS + list * FREE_LIST_BYTES;
+            let head = self.u64(at);
+            let Some(last) = self.last_of(head as u32) else { continue };
+            let changed = |head: u64| u64::from(((head >> 32) as u32).wrapping_add(1)) << 32;
+            let shared = self.u64(LISTS);
+            self.put_u64(at, changed(head))?;
+            let next = SLOTS + u64::from(last) * RETURN_SLOT_BYTES + u64::from(slot::NEXT);
+            self.put(next, &self.order.bytes_of_u32(shared as u32))?;
+            self.put_u64(LISTS, changed(shared) | u64::from(head as u32))?;
+        }
+        Ok(())
+    }
+
+    /// The last slot, from 0, of the list that begins with `first`, from 1; `None` if it is empty or does
+    /// not end.
+    fn last_of(&self, first: u32) -> Option<u32> {
+        let mut last = first.checked_sub(1)?;
+        for _ in 0..RETURN_SLOTS {
+            if last >= RETURN_SLOTS {
+                return None;
+            }
+            let at = SLOTS + u64::from(last) * RETURN_SLOT_BYTES + u64::from(slot::NEXT);
+            match self.u32(at).checked_sub(1) {
+                Some(next) => last = next,
+                None => return Some(last),
+            }
+        }
+        None
+    }
+
     /// What a slot holds; it is below [`RETURN_SLOTS`].
     #[must_use]
     pub fn slot(&self, index: u32) -> ReturnSlot {
@@ -343,6 +395,40 @@ mod tests {
             assert_eq!(pool.stubs(), None);
         }
         assert!(bytes[..RETURN_POOL_OFFSET as usize].iter().all(|byte| *byte == 0xee));
+    }
+
+    #[test]
+    fn what_cpus_have_for_themselves_can_be_shared_again_and_a_ring_is_left_alone() {
+        let mut bytes = vec![0_u8; PART_BYTES as usize];
+        for order in [ByteOrder::Little, ByteOrder::Big] {
+            let data = VolatileSlice::from(&mut bytes[..]);
+            let pool = ReturnPoolMemory::new(&data, order).unwrap();
+            pool.lay_out(Gva(0)).unwrap();
+            let next = |index: u64| SLOTS + index * RETURN_SLOT_BYTES + u64::from(slot::NEXT);
+            let put = |at, value: u32| pool.put(at, &order.bytes_of_u32(value)).unwrap();
+            // All are in the list of the first CPU but for one that is in that of the second, and one
+            // that the third has made a ring of.
+            pool.put_u64(LISTS, 5 << 32).unwrap();
+            pool.put_u64(LISTS + FREE_LIST_BYTES, 6 << 32 | 3).unwrap();
+            pool.put_u64(LISTS + 2 * FREE_LIST_BYTES, 7 << 32 | 1).unwrap();
+            pool.put_u64(LISTS + 3 * FREE_LIST_BYTES, 8 << 32 | 2).unwrap();
+            put(next(0), 0);
+            put(next(1), 2);
+            assert!(pool.shares_nothing());
+            assert_eq!(pool.free(3), RETURN_SLOTS);
+            pool.share(3).unwrap();
+            assert!(!pool.shares_nothing());
+            // Two changes, each noticed by who was in the middle of one.
+            assert_eq!(pool.u64(LISTS), 7 << 32 | 1);
+            assert_eq!(pool.u64(LISTS + FREE_LIST_BYTES), 7 << 32);
+            assert_eq!(pool.u64(LISTS + 2 * FREE_LIST_BYTES), 8 << 32);
+            assert_eq!(pool.u64(LISTS + 3 * FREE_LIST_BYTES), 8 << 32 | 2);
+            assert_eq!(pool.free(0), RETURN_SLOTS - 1);
+            // One that leads out of the pool is left as it is, too.
+            pool.put_u64(LISTS + FREE_LIST_BYTES, u64::from(RETURN_SLOTS + 1)).unwrap();
+            pool.share(1).unwrap();
+            assert_eq!(pool.u64(LISTS), 7 << 32 | 1);
+        }
     }
 
     #[test]

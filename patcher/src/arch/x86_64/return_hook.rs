@@ -194,6 +194,8 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     // 1: the slot is free from here on, so what it says is read before.
     put(&[&[0x48, 0x8b, 0xbb], &field(slot::RETURN)]); // mov rdi, [rbx+slots+return]
     put(&[&[0xc7, 0x83], &field(slot::PLACED), &0_u32.to_le_bytes()]); // mov dword [..], 0
+    // Before another call can have the slot: who looks at the stack finds one or the other.
+    put(&[&[0x48, 0x89, 0x7c, 0x24, 0x38]]); // mov [rsp+56], rdi
     put(&[&[0xc1, 0xe1, list_shift]]); //     shl ecx, log2(list)
     put(&[&[0x83, 0xc1, FREE_LIST_BYTES as u8]]); // add ecx, list
     put(&[&[0x48, 0x8b, 0x81], &lists]); //   mov rax, [rcx+lists]
@@ -208,7 +210,6 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     put(&[&[0x48, 0x09, 0xf2]]); //           or rdx, rsi
     put(&[&[0xf0, 0x48, 0x0f, 0xb1, 0x91], &lists]); // lock cmpxchg [rcx+lists], rdx
     put(&[&[0x75, 0xd8]]); //                 jne 2b
-    put(&[&[0x48, 0x89, 0x7c, 0x24, 0x38]]); // mov [rsp+56], rdi
     put(&[&[0x5f]]); //                       pop rdi
     put(&[&[0x5e]]); //                       pop rsi
     restore_flags(&mut code);
@@ -382,6 +383,7 @@ mod tests {
                 "mov dword ptr [rdi + 0x1c], esi",
                 "mov rdi, qword ptr [rbx - 0x41af6000]",
                 "mov dword ptr [rbx - 0x41af5fe4], 0",
+                "mov qword ptr [rsp + 0x38], rdi",
                 "shl ecx, 6",
                 "add ecx, 0x40",
                 "mov rax, qword ptr [rcx - 0x41aff000]",
@@ -395,8 +397,7 @@ mod tests {
                 "inc esi",
                 "or rdx, rsi",
                 "lock cmpxchg qword ptr [rcx - 0x41aff000], rdx",
-                "jne 0xffffffffbe0000b8",
-                "mov qword ptr [rsp + 0x38], rdi",
+                "jne 0xffffffffbe0000bd",
                 "pop rdi",
                 "pop rsi",
                 "pop rbx",
