@@ -46,7 +46,8 @@ pub fn the_tree_is_the_guests_own(architecture: Architecture, series: Series) {
         rings: 32 << 20,
         initrd: Some(folder.path("initrd")),
         cmdline: format!(
-            "quiet vmm.graph={functions} vmm.graph-work={WORK} vmm.work=wait-console-line,{WORK}"
+            "quiet vmm.graph={functions} vmm.graph-work={WORK} \
+             vmm.work=wait-console-line,{WORK},wait-console-line"
         ),
         ..Launch::new(engine(architecture), kernel_for(architecture, series).unwrap().vmlinuz)
     };
@@ -81,6 +82,7 @@ pub fn the_tree_is_the_guests_own(architecture: Architecture, series: Series) {
     assert!(text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
     assert_eq!((summary.dropped(), summary.lost_returns, summary.lost_calls), (0, 0, 0));
 
+    qemu.console_input().write_all(b"\n").unwrap();
     let exit = qemu.wait(Some(LONG));
     let said = transcript.text().replace('\r', "");
     assert_eq!(exit, Some(GuestExit::PowerOff), "{said}");
