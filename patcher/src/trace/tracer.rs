@@ -198,7 +198,11 @@ impl<'m, S> Tracer<'m, S> {
             Graph::new(options.clone(), roots.collect())
         });
         let heads = heads(&self.readers);
-        self.clients[slot] = Some(Client::new(id, sink, graph, heads, changed.stops));
+        let mut client = Client::new(id, sink, graph, heads, changed.stops);
+        if client.graph.is_some() {
+            client.slots_missed.start = hooks.missed_returns();
+        }
+        self.clients[slot] = Some(client);
         Ok((ClientId(id), armed))
     }
 
@@ -250,6 +254,9 @@ impl<'m, S> Tracer<'m, S> {
         let heads = heads(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
+            if client.graph.is_some() {
+                client.slots_missed.end = hooks.missed_returns();
+            }
             if let Ok(changed) = &result {
                 client.stops.extend(&changed.stops);
                 client.reverted = Some(Reverted {
