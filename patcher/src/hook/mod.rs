@@ -40,6 +40,7 @@ mod error;
 pub(crate) mod place;
 mod returns;
 mod stops;
+mod sweep;
 #[cfg(test)]
 mod tests;
 mod traps;
@@ -48,6 +49,8 @@ use chain::Chains;
 use change::Step;
 pub use error::{HookError, ReleaseError};
 pub use returns::{ReturnPoolError, takes_return};
+use sweep::Sweeper;
+pub use sweep::{Outstanding, SweepError, Swept};
 
 /// How calls of a function are noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -178,6 +181,7 @@ pub struct Hooks<'m> {
     kernel: &'m Kernel,
     region: &'m MappedRegion,
     chains: Chains,
+    sweeper: Sweeper,
     stubs: Vec<Stub>,
     hooks: BTreeMap<Gva, Hook>,
     /// Traps that are or may be in the guest.
@@ -195,6 +199,7 @@ impl<'m> Hooks<'m> {
             kernel,
             region,
             chains: Chains::default(),
+            sweeper: Sweeper::default(),
             stubs: Vec::new(),
             hooks: BTreeMap::new(),
             traps: BTreeMap::new(),

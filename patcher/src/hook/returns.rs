@@ -9,7 +9,7 @@ use crate::arch::{Arch, ReturnExit};
 use crate::kernel::Site;
 use crate::region::{
     Part, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool,
-    ReturnPoolMemory,
+    ReturnPoolMemory, TakenReturns,
 };
 
 /// No returns can be taken in this guest.
@@ -88,7 +88,7 @@ const NOT_TAKEN: [(&str, &[&str]); 4] = [
     ),
 ];
 
-impl Hooks<'_> {
+impl<'m> Hooks<'m> {
     /// The pool of slots. It is laid out once in the life of a guest's kernel: tasks may return through it
     /// whenever they like.
     pub(super) fn return_pool(&mut self) -> Result<ReturnPool, HookError> {
@@ -145,13 +145,22 @@ impl Hooks<'_> {
         window.memory.read_slice(&mut found, offset as usize).is_ok() && found == bytes
     }
 
+    /// The returns that are taken in this guest, also those that an earlier process has taken; `None` if
+    /// none ever was.
+    #[must_use]
+    pub fn taken_returns(&self) -> Option<TakenReturns<'m>> {
+        let data = self.machine.region(Part::Data).memory;
+        let memory = ReturnPoolMemory::new(&data, self.kernel.arch().byte_order()).ok()?;
+        let at = self.region.range(Part::Data).start + RETURN_POOL_OFFSET;
+        let pool = ReturnPool { at, stubs: memory.stubs()? };
+        Some(TakenReturns { pool, memory })
+    }
+
     /// How many calls found no slot that was free, so that their returns are not recorded, since the guest
     /// was started; 0 if no returns were ever taken.
     #[must_use]
     pub fn missed_returns(&self) -> u64 {
-        let data = self.machine.region(Part::Data).memory;
-        let memory = ReturnPoolMemory::new(&data, self.kernel.arch().byte_order());
-        memory.ok().filter(|memory| memory.stubs().is_some()).map_or(0, |memory| memory.missed())
+        self.taken_returns().map_or(0, |returns| returns.memory.missed())
     }
 }
 

@@ -50,6 +50,7 @@ pub(crate) use returns::slot;
 pub use returns::{
     FREE_LIST_BYTES, RECORD_RETURN, RETURN_POOL_BYTES, RETURN_POOL_OFFSET, RETURN_SLOT_BYTES,
     RETURN_SLOTS, RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, ReturnSlot,
+    TakenReturns,
 };
 pub use rings::{
     HEADER_BYTES, HEADERS_BYTES, MIN_RING_BYTES, RECORD_BYTES, RingLayout, rings_window_len,

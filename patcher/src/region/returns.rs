@@ -223,15 +223,53 @@ impl<'a> ReturnPoolMemory<'a> {
         seen.into_iter().filter(|seen| *seen).count() as u32
     }
 
+    /// What all slots hold.
+    ///
+    /// # Errors
+    /// [`RegionError::Memory`].
+    pub fn all(&self) -> Result<Vec<ReturnSlot>, RegionError> {
+        let mut bytes = vec![0; (u64::from(RETURN_SLOTS) * RETURN_SLOT_BYTES) as usize];
+        let read = self.memory.read_slice(&mut bytes, SLOTS as usize);
+        read.map_err(|error| RegionError::Memory(error.to_string()))?;
+        let (slots, _) = bytes.as_chunks();
+        Ok(slots.iter().map(|slot| self.decode(slot)).collect())
+    }
+
+    fn decode(&self, bytes: &[u8; RETURN_SLOT_BYTES as usize]) -> ReturnSlot {
+        let word = |at: u8| {
+            let at = usize::from(at);
+            self.order.u32([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        let (halves, _) = bytes.as_chunks();
+        ReturnSlot {
+            returns_to: self.order.u64(halves[usize::from(slot::RETURN) / 8]),
+            function: word(slot::FUNCTION),
+            placed: word(slot::PLACED) == 1,
+        }
+    }
+
+    /// Gives a slot back that no stack holds. The guest stands, and none of its CPUs or tasks is about to
+    /// return through it.
+    ///
+    /// # Errors
+    /// [`RegionError::Memory`].
+    pub fn give_back(&self, index: u32) -> Result<(), RegionError> {
+        let at = SLOTS + u64::from(index) * RETURN_SLOT_BYTES;
+        let head = self.u64(LISTS);
+        self.put(at + u64::from(slot::PLACED), &self.order.bytes_of_u32(0))?;
+        self.put(at + u64::from(slot::NEXT), &self.order.bytes_of_u32(head as u32))?;
+        let changes = (head >> 32) as u32;
+        self.put_u64(LISTS, u64::from(changes.wrapping_add(1)) << 32 | u64::from(index + 1))
+    }
+
     /// What a slot holds; it is below [`RETURN_SLOTS`].
     #[must_use]
     pub fn slot(&self, index: u32) -> ReturnSlot {
         let at = SLOTS + u64::from(index) * RETURN_SLOT_BYTES;
-        ReturnSlot {
-            returns_to: self.u64(at + u64::from(slot::RETURN)),
-            function: self.u32(at + u64::from(slot::FUNCTION)),
-            placed: self.u32(at + u64::from(slot::PLACED)) == 1,
-        }
+        let mut bytes = [0; RETURN_SLOT_BYTES as usize];
+        let read = self.memory.read_slice(&mut bytes, at as usize);
+        debug_assert!(read.is_ok(), "{at:#x} is in the pool");
+        self.decode(&bytes)
     }
 
     // Every place asked for lies in the pool, which can be read as a whole.
@@ -259,6 +297,24 @@ impl<'a> ReturnPoolMemory<'a> {
     }
 }
 
+/// Returns that are taken in a guest: what stands for what.
+#[derive(Debug)]
+pub struct TakenReturns<'a> {
+    /// Where the guest sees it.
+    pub pool: ReturnPool,
+    /// What it holds.
+    pub memory: ReturnPoolMemory<'a>,
+}
+
+impl TakenReturns<'_> {
+    /// The return address that was replaced by `address`, if that lies in a stub: also when the slot was
+    /// given back a moment ago, by a CPU that stands between that and its return.
+    #[must_use]
+    pub fn returns_to(&self, address: u64) -> Option<u64> {
+        self.pool.slot_of(address).map(|index| self.memory.slot(index).returns_to)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -281,6 +337,8 @@ mod tests {
             }
             assert_eq!((seen, pool.missed()), (u64::from(RETURN_SLOTS), 0));
             assert_eq!(pool.free(512), RETURN_SLOTS);
+            pool.give_back(7).unwrap();
+            assert_eq!((pool.u64(LISTS), pool.slot(7).placed), (1 << 32 | 8, false));
             pool.forget().unwrap();
             assert_eq!(pool.stubs(), None);
         }

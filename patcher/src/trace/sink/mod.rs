@@ -7,11 +7,13 @@ use crate::arch::ByteOrder;
 use crate::kernel::Kernel;
 
 mod ftrace;
+mod graph_text;
 mod json;
 mod perfetto;
 mod trace_dat;
 
 pub use ftrace::FtraceText;
+pub use graph_text::GraphColumns;
 pub use json::JsonLines;
 pub use perfetto::Perfetto;
 pub use trace_dat::TraceDat;

@@ -14,7 +14,7 @@ use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
 use patcher::trace::sink::{self, Beginning, Sink};
-use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
+use patcher::trace::tracer::{ArmError, Armed, ClientId, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals, TraceInfo,
     TraceRequest,
@@ -24,7 +24,7 @@ use vmm::control::{Command, Outbox, TraceWanted};
 use super::answers::{Counts, Desk, Ours, list};
 use super::patching::Patching;
 use super::writer::Writer;
-use super::{LOOK, broken};
+use super::{LOOK, OwnTrace, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
 use crate::cli::{say, summary};
@@ -60,8 +60,8 @@ struct Ending {
 
 /// What became of everything.
 pub struct Ended {
-    /// What the run's own trace came to and how long it lasted, if there was one.
-    pub own: Option<(Summary, Duration)>,
+    /// What the run's own trace came to, if there was one.
+    pub own: Option<OwnTrace>,
     /// Why it could not be written.
     pub failure: Option<io::Error>,
     /// Whether all functions were put back.
@@ -82,6 +82,8 @@ pub struct Service<'m> {
     /// Writes the run's own trace.
     writer: Option<Writer>,
     own_failed: bool,
+    /// Whether it was said that calls that never return can't be told from others.
+    told_of_returns: bool,
     ended: Ended,
 }
 
@@ -104,6 +106,7 @@ impl<'m> Service<'m> {
             patching: Patching::default(),
             writer: None,
             own_failed: false,
+            told_of_returns: false,
             ended: Ended { own: None, failure: None, disarmed: Ok(()) },
         }
     }
@@ -187,6 +190,12 @@ impl<'m> Service<'m> {
         }
         if let Some(hooks) = &mut self.hooks {
             self.patching.step(hooks);
+            if let Some(Err(error)) = hooks.tend_returns(Instant::now())
+                && !std::mem::replace(&mut self.told_of_returns, true)
+            {
+                progress.clear();
+                say(format_args!("calls that never return can't be told from others: {error}"));
+            }
         }
         let patience = match (self.traces.is_empty(), taken) {
             (true, _) => LOOK.min(self.patching.due()),
@@ -265,8 +274,9 @@ impl<'m> Service<'m> {
         let (reason, lasted) = (ending.reason, ending.lasted);
         finished.sink.end(End { reason, error, totals: Totals::from(&summary), lasted });
         if trace.pid.is_none() {
-            self.ended.failure = self.writer.take().and_then(|writer| writer.finish().err());
-            self.ended.own = Some((summary, lasted));
+            let (written, times) = self.writer.take().map_or((Ok(()), Vec::new()), Writer::finish);
+            self.ended.failure = written.err();
+            self.ended.own = Some(OwnTrace { summary, lasted, times });
         }
         // Whoever stops a trace is told by its end; all others by the run's.
         let is_told = trace.pid.is_some() && reason == EndReason::Stopped;

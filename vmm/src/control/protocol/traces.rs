@@ -39,6 +39,11 @@ impl TraceRequest {
         if globs > MAX_GLOBS {
             return Err(format!("a trace has at most {MAX_GLOBS} globs"));
         }
+        if self.tracer != Tracer::Graph && !self.graph.is_all() {
+            let message = "a greatest depth, functions that others are called from, and a threshold \
+                           are for the tracer graph";
+            return Err(message.into());
+        }
         if self.tracer == Tracer::Graph && self.method == Method::Trap {
             let message = "returns are recorded only of calls that are noticed by the method call, \
                            not by traps";
