@@ -10,6 +10,8 @@ use clap::{Parser, Subcommand};
 
 mod attach;
 mod bench;
+mod clock;
+mod count_options;
 mod doctor;
 mod graph_options;
 mod info;

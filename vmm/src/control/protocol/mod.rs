@@ -13,8 +13,9 @@ pub use patches::{
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
-    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, GraphRequest, MAX_BEHIND,
-    MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo, TraceRequest, Tracer,
+    Armed, BatchHeader, CALL_BYTES, COUNT_INTERVALS, Call, CountRequest, Counted, End, EndReason,
+    GraphRequest, MAX_BEHIND, MAX_COUNTED, MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo,
+    TraceRequest, Tracer,
 };
 
 /// The one version of the protocol that there is.
@@ -76,7 +77,8 @@ pub enum Request {
         #[serde(default)]
         glob: Option<String>,
     },
-    /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], then [`Reply::End`].
+    /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], or of [`Reply::Counted`], then
+    /// [`Reply::End`].
     Trace(TraceRequest),
     /// Apply a payload: any number of [`Reply::Waiting`], then [`Reply::Patched`]. Its bytes follow.
     PatchApply(PatchRequest),
@@ -109,6 +111,8 @@ pub enum Reply {
     Armed(Box<Armed>),
     /// Calls follow.
     Batch(BatchHeader),
+    /// How often functions were called, in a trace that counts.
+    Counted(Counted),
     /// The trace is over, and its functions are put back unless someone else traces them.
     End(Box<End>),
     /// Nothing could be changed yet, and it is tried again.

@@ -1,5 +1,6 @@
 //! What is said of a trace.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use patcher::trace::filter::Glob;
@@ -27,6 +28,9 @@ pub struct TraceRequest {
     /// What of calls and returns is wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "GraphRequest::is_all")]
     pub graph: GraphRequest,
+    /// When counts are wanted; of no meaning to other tracers.
+    #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
+    pub count: CountRequest,
 }
 
 impl TraceRequest {
@@ -43,6 +47,16 @@ impl TraceRequest {
             let message = "a greatest depth, functions that others are called from, and a threshold \
                            are for the tracer graph";
             return Err(message.into());
+        }
+        if self.tracer == Tracer::Count && self.method == Method::Trap {
+            return Err("calls are counted by the method call, not by traps".into());
+        }
+        if !COUNT_INTERVALS.contains(&self.count.interval_ms) {
+            return Err(format!(
+                "counts come every {} ms at most and every {} ms at least",
+                COUNT_INTERVALS.start(),
+                COUNT_INTERVALS.end()
+            ));
         }
         if self.tracer == Tracer::Graph && self.method == Method::Trap {
             let message = "returns are recorded only of calls that are noticed by the method call, \
@@ -83,6 +97,49 @@ impl GraphRequest {
     }
 }
 
+/// Milliseconds that there may be from one reading of counts to the next.
+pub const COUNT_INTERVALS: RangeInclusive<u64> = 100..=86_400_000;
+
+/// When counts are wanted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CountRequest {
+    /// Every so many milliseconds; see [`COUNT_INTERVALS`].
+    pub interval_ms: u64,
+}
+
+impl Default for CountRequest {
+    fn default() -> Self {
+        Self { interval_ms: 1000 }
+    }
+}
+
+impl CountRequest {
+    fn is_usual(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Functions in one [`Counted`] at most.
+pub const MAX_COUNTED: usize = 128;
+
+/// How often functions were called since the trace began, as far as that has changed.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Counted {
+    /// Functions whose calls are counted.
+    pub functions: usize,
+    /// How long that has been going on.
+    pub elapsed: Duration,
+    /// Whether more of the same reading follows.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub more: bool,
+    /// Whether it is the last reading.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub last: bool,
+    /// The number by which the function is told from others, its calls, and its name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub calls: Vec<(u32, u64, String)>,
+}
+
 /// How calls of a function are noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -109,12 +166,15 @@ pub enum Tracer {
     Func,
     /// Each call and each return.
     Graph,
+    /// How often each function is called.
+    Count,
 }
 
 impl From<Tracer> for sink::Tracer {
     fn from(tracer: Tracer) -> Self {
         match tracer {
-            Tracer::Func => Self::Function,
+            // What is counted is not recorded.
+            Tracer::Func | Tracer::Count => Self::Function,
             Tracer::Graph => Self::Graph,
         }
     }
@@ -280,7 +340,14 @@ impl From<&Summary> for Totals {
             lost: summary.lost.clone(),
             unwritten: summary.unwritten.clone(),
             late: summary.late,
-            corrupt: summary.corrupt.iter().map(ToString::to_string).collect(),
+            corrupt: (summary.corrupt.iter().map(ToString::to_string))
+                .chain((summary.set_back > 0).then(|| {
+                    format!(
+                        "counters of calls, which the guest has set back {} times",
+                        summary.set_back
+                    )
+                }))
+                .collect(),
             stops: summary.stops.iter().map(|stop| stop.total()).collect(),
             foreign: summary.reverted.as_ref().map_or(0, |reverted| reverted.foreign.len()),
         }
