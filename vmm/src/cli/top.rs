@@ -18,9 +18,10 @@ use vmm::control::protocol::{
 };
 use vmm::control::{Message, Name, Stopper};
 
-use super::reach::connect;
+use super::progress::Progress;
 use super::status::Status;
 use super::summary::grouped;
+use super::trace::begin;
 use super::{is_broken_pipe, say};
 use crate::signals::{self, EndSignal};
 use crate::terminal::RawTerminal;
@@ -174,7 +175,9 @@ impl Ends {
 }
 
 /// The screen; dropping it leaves the terminal as it was.
-struct Screen(#[expect(dead_code, reason = "it is dropped")] RawTerminal);
+struct Screen {
+    _raw: RawTerminal,
+}
 
 impl Screen {
     /// Takes the terminal, if there is one; keys that leave ask for the end.
@@ -195,7 +198,7 @@ impl Screen {
             }
         })?;
         put(ENTER)?;
-        Ok(Some(Self(raw)))
+        Ok(Some(Self { _raw: raw }))
     }
 
     fn show(&self, table: &Table, title: &str) -> io::Result<()> {
@@ -232,7 +235,6 @@ pub fn run(options: &Options) -> Result<Status> {
         on_signal.ask();
     })
     .context("signals can't be handled")?;
-    let mut client = connect(&options.name)?;
     let request = TraceRequest {
         tracer: Tracer::Count,
         filter: options.filter.clone(),
@@ -241,8 +243,10 @@ pub fn run(options: &Options) -> Result<Status> {
         graph: GraphRequest::default(),
         count: CountRequest { interval_ms: options.interval * 1000 },
     };
-    let armed = client.trace(&request, || ends.stop.load(Ordering::SeqCst))?;
-    let result = armed.map_or(Ok(()), |armed| watch(client, &armed, options, &ends));
+    let mut progress = Progress::new(false);
+    let begun = begin(&options.name, &request, &ends.stop, &mut progress);
+    progress.clear();
+    let result = begun?.map_or(Ok(()), |(client, armed)| watch(client, &armed, options, &ends));
     match result {
         Err(error) if !is_broken_pipe(&error) => return Err(error),
         _ => {}

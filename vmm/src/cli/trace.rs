@@ -181,7 +181,10 @@ pub fn run(options: &Options) -> Result<Status> {
 }
 
 /// Has the functions armed, once the guest is ready; `None` if that is no longer wanted.
-fn begin(
+///
+/// # Errors
+/// The guest can't be reached, or its functions not be armed.
+pub fn begin(
     name: &Name,
     request: &TraceRequest,
     stop: &AtomicBool,
