@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::filter::{Filter, FilterError};
 use super::graph;
-use crate::hook::{Hooks, Method};
-use crate::kernel::{Kernel, Pads, PadsError, Refused, Site};
+use crate::hook::{Hooks, Method, takes_return};
+use crate::kernel::{Kernel, Pads, PadsError, Refusal, Refused, Site};
 use crate::machine::Machine;
 
 /// The functions that are to be traced.
@@ -82,6 +82,20 @@ impl Selection {
             }
         }
         Ok(Self { method: Method::Trap, ..Self::among(pads, filter)? })
+    }
+
+    /// The same functions, of which returns are wanted as well; those are refused of which they can't be
+    /// recorded.
+    #[must_use]
+    pub fn with_returns(self, options: graph::Options) -> Self {
+        let Self { method, sites, mut refused, pads, .. } = self;
+        let (sites, others): (Vec<Site>, Vec<Site>) =
+            sites.into_iter().partition(|site| takes_return(site).is_ok());
+        refused.extend(others.into_iter().filter_map(|site| {
+            let why = takes_return(&site).err()?;
+            Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
+        }));
+        Self { method, graph: Some(options), sites, refused, pads }
     }
 
     /// Chooses among these pads.

@@ -511,7 +511,7 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
     Ok(match request.tracer {
         protocol::Tracer::Func => selection,
         protocol::Tracer::Count => Selection { counts: true, ..selection },
-        protocol::Tracer::Graph => Selection { graph: Some((&request.graph).into()), ..selection },
+        protocol::Tracer::Graph => selection.with_returns((&request.graph).into()),
     })
 }
 
