@@ -95,7 +95,7 @@ impl Selection {
             let why = takes_return(&site).err()?;
             Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
         }));
-        Self { method, graph: Some(options), sites, refused, pads }
+        Self { method, graph: Some(options), counts: false, sites, refused, pads }
     }
 
     /// Chooses among these pads.

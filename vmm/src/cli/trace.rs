@@ -25,7 +25,7 @@ use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
-use super::trace_options::{Method, Tracer};
+use super::trace_options::{Method, NO_FORMAT, Tracer};
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -139,6 +139,9 @@ pub fn run(options: &Options) -> Result<Status> {
     if counts.is_none() && !(options.count.is_unused() && options.duration.is_none()) {
         let message = "intervals, durations, timestamps, --top and --json are of the tracer count";
         return Err(Contradiction(message.into()).into());
+    }
+    if counts.is_some() && options.format.is_some() {
+        return Err(Contradiction(NO_FORMAT.into()).into());
     }
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());

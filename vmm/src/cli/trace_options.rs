@@ -8,6 +8,9 @@ use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
 
+/// Why counts take no format.
+pub const NO_FORMAT: &str = "counts are printed as text, or with --json; they have no --format";
+
 /// A trace that is wanted from the beginning.
 #[derive(Debug, Args)]
 pub struct TraceOptions {
@@ -110,6 +113,9 @@ impl TraceOptions {
     /// # Errors
     /// It makes no sense.
     pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
+        if self.trace == Some(Tracer::Count) && self.format.is_some() {
+            return Err(Contradiction(NO_FORMAT.into()));
+        }
         if self.trace != Some(Tracer::Count) && !self.count.is_unused() {
             return Err(Contradiction("what counts are to show needs --trace count".into()));
         }

@@ -5,17 +5,18 @@
 
 use serde::{Deserialize, Serialize};
 
+mod counts;
 mod patches;
 mod traces;
 
+pub use counts::{COUNT_INTERVALS, CountRequest, Counted, MAX_COUNTED};
 pub use patches::{
     Function, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS,
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
-    Armed, BatchHeader, CALL_BYTES, COUNT_INTERVALS, Call, CountRequest, Counted, End, EndReason,
-    GraphRequest, MAX_BEHIND, MAX_COUNTED, MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo,
-    TraceRequest, Tracer,
+    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, GraphRequest, MAX_BEHIND,
+    MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo, TraceRequest, Tracer,
 };
 
 /// The one version of the protocol that there is.

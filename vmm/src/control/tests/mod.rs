@@ -20,6 +20,7 @@ use super::protocol::*;
 use super::server::MAX_CONNECTIONS;
 use super::*;
 
+mod counts;
 mod patches;
 
 use patches::Patching;
