@@ -3,6 +3,9 @@
 #
 #   vmm.beside=LIST    workloads that run beside everything else, as `work` reads them (guest/work.c)
 #   vmm.work=LIST      workloads that end before anything else happens
+#   vmm.graph=LIST     functions whose calls and returns the guest's own function_graph shows while
+#                      `work` does what vmm.graph-work says; before vmm.work, between VMM-GRAPH-BEGIN
+#                      and VMM-GRAPH-END
 #   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, aff (the functions that
 #                      its ftrace can trace), dmesg, cpuinfo, modules, notes (those of the kernel's
 #                      ELF file, as they are), tasks (each one's /proc/PID/task/TID/stat)
@@ -25,12 +28,14 @@ for module in /lib/modules/*.ko; do
     [ -e "$module" ] && { insmod "$module" || echo "VMM-FAILED insmod $module"; }
 done
 
-beside= work= dump= dump_to=/dev/console after=poweroff
+beside= work= graph= graph_work= dump= dump_to=/dev/console after=poweroff
 read -r cmdline </proc/cmdline
 for word in $cmdline; do
     case $word in
     vmm.beside=*) beside=${word#*=} ;;
     vmm.work=*) work=${word#*=} ;;
+    vmm.graph=*) graph=${word#*=} ;;
+    vmm.graph-work=*) graph_work=${word#*=} ;;
     vmm.dump=*) dump=${word#*=} ;;
     vmm.dump-to=*) dump_to=${word#*=} ;;
     vmm.after=*) after=${word#*=} ;;
@@ -57,6 +62,24 @@ show() {
 
 echo VMM-INIT
 if [ -n "$beside" ]; then work "$beside" & fi
+if [ -n "$graph" ]; then
+    cd /sys/kernel/tracing
+    IFS=,
+    # Those that this kernel does not have are left out.
+    for function in $graph; do echo "$function" >>set_ftrace_filter; done 2>/dev/null
+    unset IFS
+    echo 1 >options/funcgraph-proc
+    echo function_graph >current_tracer
+    work "$graph_work"
+    echo 0 >tracing_on
+    echo VMM-GRAPH-BEGIN
+    cat trace
+    echo nop >current_tracer
+    echo >set_ftrace_filter
+    echo 1 >tracing_on
+    cd /
+    echo VMM-GRAPH-END
+fi
 if [ -n "$work" ]; then work "$work"; fi
 if [ -n "$dump" ]; then
     IFS=,

@@ -15,6 +15,7 @@ use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::session::{Selection, Session};
 use patcher::trace::sink::{Beginning, Event, Sink};
 use tests::emulated::{Folder, a_panic_is_told, every_call_makes_one_record, wait_for_kernel};
+use tests::graph::the_tree_is_the_guests_own;
 use tests::guest::{Transcript, complaints, text};
 use vmm::devices::Console;
 use vmm::qemu::{Architecture, GuestExit, Launch, Qemu};
@@ -221,4 +222,9 @@ fn the_command_traces_a_guest_of_another_architecture() {
 #[test]
 fn a_panic_of_a_6_1_kernel_is_told() {
     a_panic_is_told(Aarch64, Series::V6_1);
+}
+
+#[test]
+fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
+    the_tree_is_the_guests_own(Aarch64, Series::V6_1);
 }

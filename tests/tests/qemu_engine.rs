@@ -12,6 +12,7 @@ use tests::emulated::{
     self, Folder, LONG, every_function_is_armed_and_put_back, output, said, signal,
     wait_for_kernel, wait_until,
 };
+use tests::graph::the_tree_is_the_guests_own;
 use tests::lab::Trace;
 use vmm::devices::Console;
 use vmm::qemu::{Architecture, GuestExit, Launch, Qemu, QemuError};
@@ -41,6 +42,11 @@ fn is_gone(pid: &str) -> bool {
 #[test]
 fn every_call_makes_one_record() {
     emulated::every_call_makes_one_record(X86_64, Series::V6_1);
+}
+
+#[test]
+fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
+    the_tree_is_the_guests_own(X86_64, Series::V6_1);
 }
 
 #[test]

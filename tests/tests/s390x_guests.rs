@@ -5,6 +5,7 @@ use guest_images::Series;
 use tests::emulated::{
     a_panic_is_told, every_call_makes_one_record, every_function_is_armed_and_put_back,
 };
+use tests::graph::the_tree_is_the_guests_own;
 
 #[test]
 fn every_call_of_a_6_1_kernel_makes_one_record() {
@@ -30,4 +31,9 @@ fn every_function_of_a_7_kernel_is_armed_and_put_back_byte_for_byte_while_it_is_
 #[test]
 fn a_panic_of_a_6_1_kernel_is_told() {
     a_panic_is_told(S390x, Series::V6_1);
+}
+
+#[test]
+fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
+    the_tree_is_the_guests_own(S390x, Series::V6_1);
 }

@@ -39,6 +39,9 @@ pub struct Summary {
     pub lost_returns: u64,
     /// Returns of which no call was seen, behind records that were lost.
     pub lost_calls: u64,
+    /// Calls of which no return is recorded, since as many as can be were out at the same time. If others
+    /// trace returns too, they may be theirs.
+    pub without_slot: u64,
     /// The stops that this client was the reason of.
     pub stops: Vec<StopTimes>,
     /// What disarming found, once it was done.
@@ -62,6 +65,8 @@ pub(super) struct Client<S> {
     pub graph: Option<Graph>,
     /// What it has counted, if it counts.
     pub counts: Option<Counts>,
+    /// Calls that had found no slot when it began, and until it ended.
+    pub slots_missed: Range<u64>,
     /// The records between these indices, by CPU, are its own if they are of its functions.
     from: Vec<u64>,
     to: Option<Vec<u64>>,
@@ -95,6 +100,7 @@ impl<S> Client<S> {
             sink,
             graph,
             counts,
+            slots_missed: 0..0,
             lost: vec![0; from.len()],
             gaps: from.iter().map(|_| Gaps::default()).collect(),
             from,
@@ -212,6 +218,7 @@ impl<S> Client<S> {
             outstanding: most_first(names, outstanding),
             lost_returns,
             lost_calls,
+            without_slot: self.slots_missed.end.saturating_sub(self.slots_missed.start),
             stops: self.stops.clone(),
             reverted: self.reverted.clone(),
         }

@@ -216,7 +216,11 @@ impl<'m, S> Tracer<'m, S> {
             Graph::new(options.clone(), roots.collect())
         });
         let heads = heads(&self.readers);
-        self.clients[slot] = Some(Client::new(id, sink, (graph, counts), heads, changed.stops));
+        let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops);
+        if client.graph.is_some() {
+            client.slots_missed.start = hooks.missed_returns();
+        }
+        self.clients[slot] = Some(client);
         Ok((ClientId(id), armed))
     }
 
@@ -273,6 +277,9 @@ impl<'m, S> Tracer<'m, S> {
                 && let Err(error) = counts.end(hooks)
             {
                 client.failure.get_or_insert(io::Error::other(error));
+            }
+            if client.graph.is_some() {
+                client.slots_missed.end = hooks.missed_returns();
             }
             if let Ok(changed) = &result {
                 client.stops.extend(&changed.stops);

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use patcher::region::RETURN_SLOTS;
 use vmm::control::protocol::{Armed, Totals};
 
 use super::output::FunctionTime;
@@ -122,6 +123,15 @@ fn unmatched(totals: &Totals) -> String {
             "  halves {} without a return that was seen, {} without a call",
             counted(totals.lost_returns, "call"),
             counted(totals.lost_calls, "return"),
+        );
+    }
+    if totals.without_slot > 0 {
+        let calls = counted(totals.without_slot, "call");
+        let most = grouped(RETURN_SLOTS.into());
+        let _ = writeln!(
+            text,
+            "  untold {calls} whose returns were not recorded, as {most} others were out; fewer functions \
+             would leave room"
         );
     }
     text
@@ -271,12 +281,15 @@ mod tests {
             others_outstanding: 3,
             lost_returns: 4,
             lost_calls: 1,
+            without_slot: 2,
             ..Totals::default()
         };
         let text = summary::<&str>(&totals, &[], Duration::ZERO);
         let open = "  open   1,005 calls had not returned: do_wait 1,000, do_exit 2, 3 of others\n";
         let halves = "  halves 4 calls without a return that was seen, 1 return without a call\n";
-        assert!(text.ends_with(&[open, halves].concat()), "{text}");
+        let untold = "  untold 2 calls whose returns were not recorded, as 16,384 others were out; fewer \
+                      functions would leave room\n";
+        assert!(text.ends_with(&[open, halves, untold].concat()), "{text}");
         let time = |function: &str, calls, total_ns, self_ns| FunctionTime {
             function: function.into(),
             calls,

@@ -132,7 +132,7 @@ mod tests {
         let (counters, exit) = (AT.0 + (2 << 20) + 34 * 8, AT.0 + u64::from(EXIT));
         for index in 0..usize::from(IN_BLOCK) {
             let pushed = counters as i64 + 8 * index as i64;
-            assert_eq!(listing[2 * index], format!("push {:#x}", pushed));
+            assert_eq!(listing[2 * index], format!("push -{:#x}", -pushed));
             assert_eq!(listing[2 * index + 1], format!("jmp {exit:#x}"));
         }
         assert_eq!(listing[34], format!("jmp {:#x}", counter.0));

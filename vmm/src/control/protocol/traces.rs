@@ -278,6 +278,9 @@ pub struct Totals {
     /// Returns of which no call was seen, behind records that were lost.
     #[serde(default)]
     pub lost_calls: u64,
+    /// Calls of which no return was recorded, since as many as can be were out at the same time.
+    #[serde(default)]
+    pub without_slot: u64,
 }
 
 /// Functions that an end names at most of which calls have not returned.
@@ -292,6 +295,7 @@ impl From<&Summary> for Totals {
             others_outstanding: others.iter().map(|(_, count)| count).sum(),
             lost_returns: summary.lost_returns,
             lost_calls: summary.lost_calls,
+            without_slot: summary.without_slot,
             events: summary.events,
             overrun: summary.overrun,
             lost: summary.lost.clone(),
