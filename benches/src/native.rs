@@ -13,11 +13,11 @@ use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{
     Arch, ByteOrder, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPlaces,
-    Then,
+    Then, Thunks,
 };
 use patcher::region::{
-    PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RegionWindow,
-    ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
+    COUNTERS_OFFSET, Counters, PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
+    RETURN_STUB_BYTES, RegionWindow, ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
 };
 use vm_memory::VolatileSlice;
 
@@ -29,6 +29,13 @@ const CODE_BYTES: usize = 4096;
 const TRAMPOLINE_AT: usize = 1024;
 const WITH_RETURN_AT: usize = 1536;
 const RETURN_HOOK_AT: usize = 2048;
+
+/// Where the code is that counts, and the thunks that lead there.
+const COUNTER_AT: usize = 3072;
+const THUNKS_AT: usize = 3584;
+
+/// The counter of the function that is counted.
+pub const COUNTER: u32 = 2;
 
 /// Bytes of the stubs and what they lead to.
 const RETURN_CODE_BYTES: usize = (RETURN_SLOTS as u64 * RETURN_STUB_BYTES) as usize + CODE_BYTES;
@@ -62,6 +69,8 @@ pub enum Pad {
     Nested,
     /// The same; the function ends in a jump to that with [`Pad::Returning`].
     Tail,
+    /// A call of a thunk: the function is counted, and then recorded.
+    Counted,
 }
 
 impl Pad {
@@ -73,6 +82,7 @@ impl Pad {
             Pad::Returning => 192,
             Pad::Nested => 256,
             Pad::Tail => 320,
+            Pad::Counted => 384,
         }
     }
 }
@@ -164,9 +174,23 @@ impl NativeGuest {
         };
         write_return_code(&mut code, &logger, pool).map_err(io::Error::other)?;
         let returning = Gva(base + WITH_RETURN_AT as u64);
-        for pad in [Pad::Bare, Pad::Idle, Pad::Armed, Pad::Returning, Pad::Nested, Pad::Tail] {
+        let counters = Counters(Gva(data.address() + COUNTERS_OFFSET));
+        let counter = Gva(base + COUNTER_AT as u64);
+        let counting = X86_64.assemble_counter(counter, counters, Then::Next(trampoline));
+        code.write(COUNTER_AT, &counting.map_err(io::Error::other)?);
+        let thunks = Gva(base + THUNKS_AT as u64);
+        let block = X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, counter });
+        code.write(THUNKS_AT, &block.map_err(io::Error::other)?);
+        let thunk = thunks + u64::from(COUNTER) * X86_64.thunk_shape().bytes;
+        for pad in
+            [Pad::Bare, Pad::Idle, Pad::Armed, Pad::Returning, Pad::Nested, Pad::Tail, Pad::Counted]
+        {
             let at = Gva(base + pad.offset() as u64);
-            let to = if pad == Pad::Armed { trampoline } else { returning };
+            let to = match pad {
+                Pad::Armed => trampoline,
+                Pad::Counted => thunk,
+                _ => returning,
+            };
             let call = X86_64.encode_branch(at, to).map_err(io::Error::other)?;
             let behind = at + call.len() as u64;
             let inner = Gva(base + Pad::Returning.offset() as u64);
@@ -178,7 +202,7 @@ impl NativeGuest {
             let instructions: &[&[u8]] = match pad {
                 Pad::Bare => &[&[0xc3]],
                 Pad::Idle => &[&[0x0f, 0x1f, 0x44, 0, 0], &[0xc3]],
-                Pad::Armed | Pad::Returning => &[&call, &[0xc3]],
+                Pad::Armed | Pad::Returning | Pad::Counted => &[&call, &[0xc3]],
                 Pad::Nested => &[&call, &inner, &[0xc3]],
                 Pad::Tail => &[&call, &inner],
             };

@@ -5,10 +5,10 @@
 use std::arch::asm;
 use std::thread;
 
-use benches::native::{COUNT, FIRST_PID, NativeGuest, Pad};
+use benches::native::{COUNT, COUNTER, FIRST_PID, NativeGuest, Pad};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{Arch, ByteOrder, TaskWords};
-use patcher::region::{RETURN_POOL_OFFSET, RETURN_SLOTS, ReturnPoolMemory};
+use patcher::region::{RETURN_POOL_OFFSET, RETURN_SLOTS, ReturnPoolMemory, read_counters};
 use patcher::trace::ring::{RawRecord, RingReader};
 use vm_memory::Bytes;
 
@@ -130,6 +130,40 @@ fn outstanding(guest: &NativeGuest) -> usize {
 
 fn behind(guest: &NativeGuest, pad: Pad) -> u32 {
     guest.address(pad) as u32 + 5
+}
+
+/// What the counters are up to the one behind that of the function that is counted.
+fn counts(guest: &NativeGuest) -> Vec<u64> {
+    read_counters(&guest.data().memory, ByteOrder::Little, COUNTER + 2).unwrap()
+}
+
+#[test]
+fn a_call_that_is_counted_changes_nothing_else_and_is_recorded_as_well() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    let calls = call_with_every_flag(&guest, Pad::Counted);
+    assert_eq!(counts(&guest), [0, 0, calls as u64, 0]);
+    let records = records(&guest, &mut reader);
+    assert_eq!(records.len(), calls);
+    let behind_pad = behind(&guest, Pad::Counted);
+    assert!(records.iter().all(|record| record.ip == behind_pad));
+}
+
+#[test]
+fn no_count_is_lost_between_threads() {
+    const THREADS: usize = 4;
+    const CALLS: u64 = 200_000;
+    let guest = NativeGuest::with_cpus(THREADS, 1 << 16, false, false).unwrap();
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let (cpu, function) = (guest.cpu(number), guest.function(Pad::Counted));
+            scope.spawn(move || {
+                cpu.enlist().unwrap();
+                (0..CALLS).for_each(|_| function());
+            });
+        }
+    });
+    assert_eq!(counts(&guest), [0, 0, THREADS as u64 * CALLS, 0]);
 }
 
 #[test]

@@ -11,14 +11,14 @@ use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::{
     Arch, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths, TaskPlaces, TaskWords,
-    Then, assemble_stub, stub_ip, text_len,
+    Then, Thunks, assemble_stub, stub_ip, text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
 use patcher::region::{
-    CodeSpace, Part, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES,
-    RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout,
+    COUNTERS_OFFSET, CodeSpace, Counters, Part, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
+    RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout, read_counters,
 };
 use patcher::trace::ring::RingReader;
 
@@ -72,6 +72,10 @@ pub struct Driver<'m> {
     returning: BTreeMap<u16, Gva>,
     /// Once there is one of those.
     pool: Option<ReturnPool>,
+    /// The code that counts, by how far behind the instruction that changes functions go on.
+    counting: BTreeMap<u16, Gva>,
+    /// Functions that were counted, by their counters.
+    counted: Vec<String>,
     /// Functions with stubs, by the low half of the address that the records of these carry.
     stubs: BTreeMap<u32, String>,
     readers: Vec<RingReader>,
@@ -106,6 +110,8 @@ impl<'m> Driver<'m> {
             trampolines: BTreeMap::new(),
             returning: BTreeMap::new(),
             pool: None,
+            counting: BTreeMap::new(),
+            counted: Vec::new(),
             stubs: BTreeMap::new(),
             readers: readers(machine, rings, arch),
             way_to_a_call: 0,
@@ -286,6 +292,53 @@ impl<'m> Driver<'m> {
         let at = place(&|at| Ok(arch.assemble_logger(at, &logger)?));
         self.returning.insert(resume, at);
         at
+    }
+
+    /// The sites of functions that are counted, and traced as well if `traced` says so; their counters
+    /// are in the order of the names.
+    ///
+    /// # Panics
+    /// If the pad of one may not be written.
+    pub fn counting(&mut self, names: &[&str], traced: bool) -> Vec<Site> {
+        let mut sites = self.sites(names);
+        let (arch, form) = (self.arch, ReturnForm::Plain);
+        let counters = Counters(self.region.code + Part::Data.offset() + COUNTERS_OFFSET);
+        let shape = arch.thunk_shape();
+        for (index, (site, name)) in sites.iter_mut().zip(names).enumerate() {
+            let behind = self.judge(name).unwrap().layout.resume;
+            let then = match traced {
+                true => Then::Next(self.trampoline(behind).start),
+                false => Then::GoOn { behind, form },
+            };
+            let window = self.machine.region(Part::Code);
+            let place = |assemble: &dyn Fn(Gva) -> anyhow::Result<Vec<u8>>| {
+                self.code.place::<anyhow::Error>(&window, assemble).unwrap()
+            };
+            let place_counter = || place(&|at| Ok(arch.assemble_counter(at, counters, then)?));
+            let counter = match traced {
+                true => place_counter(),
+                false => *self.counting.entry(behind).or_insert_with(place_counter),
+            };
+            let within = index as u32 % shape.in_block;
+            let thunks = Thunks { counters, first: index as u32 - within, counter };
+            let block = place(&|at| Ok(arch.assemble_thunks(at, &thunks)?.to_vec()));
+            let thunk = block + u64::from(within) * shape.bytes;
+            site.replacement = arch.encode_branch(site.at, thunk).unwrap();
+        }
+        self.counted = names.iter().map(|name| (*name).to_owned()).collect();
+        sites
+    }
+
+    /// How often the functions were called that [`counting`](Self::counting) was last asked for, since
+    /// the guest began.
+    ///
+    /// # Panics
+    /// If the region can't be read.
+    #[must_use]
+    pub fn counted(&self) -> BTreeMap<String, u64> {
+        let window = self.machine.region(Part::Data).memory;
+        let counters = read_counters(&window, self.arch.byte_order(), self.counted.len() as u32);
+        self.counted.iter().cloned().zip(counters.unwrap()).collect()
     }
 
     /// The sites of functions whose returns are taken.

@@ -231,6 +231,8 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
     redirects::check(&mut driver, &idle, expected.busy);
     returns_are_taken_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
+    calls_are_counted_under_load(&mut driver, &idle, expected.busy);
+    assert_eq!(driver.text(), untouched);
     what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
     assert_eq!(driver.text(), untouched);
     for name in expected.probed_beside {
@@ -338,6 +340,40 @@ fn returns_are_taken_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u6
     driver.forget_recorded();
     assert_eq!(driver.slots(), (0, RETURN_SLOTS, 0), "calls out, slots free, calls without one");
     driver.allow_other_returns(false);
+    driver.run(1);
+}
+
+fn calls_are_counted_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u64) {
+    driver.forget_recorded();
+    let all = |calls: u64| idle.iter().map(|name| ((*name).to_owned(), calls)).collect();
+    let of_both = |rounds: u64| rounds * CALLS * CPUS as u64;
+    let sites = driver.counting(idle, false);
+    assert_eq!(driver.counted(), all(0));
+    let applied = driver.arm(sites.clone());
+    driver.run(3);
+    assert_eq!(driver.counted(), all(of_both(3)));
+    assert_eq!(driver.recorded(), BTreeMap::new());
+    driver.run(busy);
+    driver.disarm(&applied);
+    assert_eq!(driver.counted(), all(of_both(3 + busy)));
+
+    // The same counters, and records of the same calls.
+    let applied = driver.counting(idle, true);
+    let applied = driver.arm(applied);
+    driver.run(2);
+    driver.disarm(&applied);
+    assert_eq!(driver.counted(), all(of_both(5 + busy)));
+    let recorded = idle.iter().map(|name| ((*name).to_owned(), calls(2))).collect();
+    assert_eq!(driver.recorded(), recorded);
+
+    // Both processors are anywhere at all.
+    driver.ask(busy);
+    for _ in 0..50 {
+        let applied = driver.arm(sites.clone());
+        driver.disarm(&applied);
+        driver.check();
+    }
+    driver.wait();
     driver.run(1);
 }
 

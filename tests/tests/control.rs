@@ -57,7 +57,12 @@ impl Folder {
     /// Starts a trace with these options, its output in the file of that name, and waits until its
     /// functions are armed.
     fn trace(&self, guest: &str, options: &[&str], file: &str) -> Tracing {
-        let mut command = self.command(&["trace", guest, "func", "-o", file]);
+        self.trace_by("func", guest, options, file)
+    }
+
+    /// The same with another tracer.
+    fn trace_by(&self, tracer: &str, guest: &str, options: &[&str], file: &str) -> Tracing {
+        let mut command = self.command(&["trace", guest, tracer, "-o", file]);
         let mut child = self.spawn(command.args(options));
         let mut said = BufReader::new(child.stderr.take().unwrap());
         let mut first = String::new();
@@ -191,9 +196,13 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     let first = folder.trace("a", &["-f", "version_proc_show", "-f", "uptime_proc_show"], "first");
     let filter = ["-f", "uptime_proc_s*", "-f", "handle_mm_fault", "-n", "version*"];
     let second = folder.trace("a", &filter, "second.vmmrec");
+    // Two more have the same functions counted, one of them with all others.
+    let shown = ["-f", "version_proc_show", "-f", "uptime_proc_show"];
+    let counted = folder.trace_by("count", "a", &shown, "counted");
+    let all_counted = folder.trace_by("count", "a", &["--json"], "all-counted");
     let armed = |function: &str, clients| (function.to_owned(), "ours".to_owned(), clients);
-    assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 2)]);
-    assert_eq!(folder.pads("a", "version_proc_show"), [armed("version_proc_show", 1)]);
+    assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 4)]);
+    assert_eq!(folder.pads("a", "version_proc_show"), [armed("version_proc_show", 3)]);
     let info = folder.json(&["info", "a", "--json"]);
     assert_eq!((&info["state"], &info["engine"]), (&"ready".into(), &"QEMU".into()));
     assert_eq!((&info["arch"], &info["vcpus"]), (&"x86_64".into(), &2.into()));
@@ -203,6 +212,32 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
 
     keys.write_all(b"go\n").unwrap();
     read_to(&mut console, "VMM-READY");
+    for counting in [counted, all_counted] {
+        signal("-INT", counting.child.id());
+        let (status, said) = counting.end();
+        assert_eq!(status, Some(130), "{said}");
+    }
+    assert_eq!(
+        folder.files.read("counted"),
+        "Tracing 2 functions for \"version_proc_show uptime_proc_show\"... Hit Ctrl-C to end.\n\n\
+         FUNC                                    COUNT\n\
+         version_proc_show                       10000\n\
+         uptime_proc_show                        10000\n\
+         Detaching...\n"
+    );
+    let all_counted: Value = serde_json::from_str(&folder.files.read("all-counted")).unwrap();
+    let count = |function: &str| {
+        let counts = all_counted["counts"].as_array().unwrap();
+        counts
+            .iter()
+            .find(|entry| entry["function"] == function)
+            .map(|entry| entry["count"].clone())
+    };
+    assert_eq!(count("version_proc_show"), Some(10_000.into()));
+    assert_eq!(count("uptime_proc_show"), Some(10_000.into()));
+    assert!(count("vfs_read").is_some_and(|reads| reads.as_u64() > Some(20_000)));
+    let top = folder.ask(&["top", "a", "-f", "vfs_*", "--once"]);
+    assert!(top.starts_with("vmm top, a, Linux 6.1.") && top.contains("CALLS/S"), "{top}");
     signal("-INT", second.child.id());
     let (status, said) = second.end();
     assert_eq!(status, Some(130), "{said}");

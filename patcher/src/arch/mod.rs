@@ -11,7 +11,7 @@ use object::elf;
 
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
-use crate::region::{RETURN_STUB_BYTES, ReturnPool, RingLayout};
+use crate::region::{Counters, RETURN_STUB_BYTES, ReturnPool, RingLayout, THUNK_BLOCK_BYTES};
 
 pub mod aarch64;
 mod layout;
@@ -228,6 +228,32 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The rings, the return thunk or the next piece of code are farther from `at` than an instruction
     /// reaches.
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
+
+    /// The piece of code that counts the calls of functions that come by way of their thunks, to be placed
+    /// at `at`. It preserves every register and flag.
+    ///
+    /// # Errors
+    /// The counters or what is executed behind it are farther from `at` than an instruction reaches.
+    fn assemble_counter(
+        &self,
+        at: Gva,
+        counters: Counters,
+        then: Then,
+    ) -> Result<Vec<u8>, OutOfReach>;
+
+    /// How thunks lie in a block.
+    fn thunk_shape(&self) -> ThunkShape;
+
+    /// A block of thunks, to be placed at `at`: each is entered as the first piece of a chain is, and
+    /// leads to the code that counts.
+    ///
+    /// # Errors
+    /// The counters, or that code, are farther away than an instruction reaches.
+    fn assemble_thunks(
+        &self,
+        at: Gva,
+        thunks: &Thunks,
+    ) -> Result<[u8; THUNK_BLOCK_BYTES as usize], OutOfReach>;
 
     /// The piece of code that takes the return of the function in front of which it is executed, to be
     /// placed at `at`. It preserves every register and flag but for the address to return to.
@@ -624,6 +650,26 @@ pub struct Logger {
     pub task: TaskPlaces,
     /// What is executed behind it.
     pub then: Then,
+}
+
+/// How thunks lie in a block: one behind the other from its beginning on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ThunkShape {
+    /// Bytes of each.
+    pub bytes: u64,
+    /// How many a block has.
+    pub in_block: u32,
+}
+
+/// What a block of thunks is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Thunks {
+    /// Where the counters are.
+    pub counters: Counters,
+    /// The counter of the first thunk; the others' follow.
+    pub first: u32,
+    /// Where the code that counts is ([`Arch::assemble_counter`]).
+    pub counter: Gva,
 }
 
 /// What a piece of code that takes the return of a function is made for.

@@ -7,10 +7,11 @@
 
 use std::collections::BTreeMap;
 
+use super::counts::KnownThunks;
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
 use crate::arch::{Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then};
-use crate::kernel::RecordedTask;
+use crate::kernel::{RecordedTask, Site};
 use crate::region::{Part, RECORD_RETURN, ReturnPool};
 
 /// A piece of code that can be in a chain. Two that are equal are the same code.
@@ -18,6 +19,8 @@ use crate::region::{Part, RECORD_RETURN, ReturnPool};
 enum Piece {
     /// Records the call.
     Logger(Then),
+    /// Counts the call, for functions that come by way of their thunks.
+    Counter(Then),
     /// Takes the return of the call, with these duties.
     ReturnHook {
         /// See [`ReturnHook::duties`].
@@ -42,6 +45,7 @@ pub(super) struct Chains {
     pieces: BTreeMap<Piece, Gva>,
     /// None until a return is taken.
     pub(super) pool: Option<ReturnPool>,
+    pub(super) thunks: KnownThunks,
 }
 
 impl Hooks<'_> {
@@ -51,7 +55,9 @@ impl Hooks<'_> {
     /// # Errors
     /// [`HookError`]; the guest's text is not touched.
     pub fn prepare_tracing(&mut self) -> Result<(), HookError> {
-        self.chain(Want::default(), PadLayout::SINGLE.resume).map(drop)
+        let form = self.ground()?.returns;
+        let behind = PadLayout::SINGLE.resume;
+        self.piece(Piece::Logger(Then::GoOn { behind, form })).map(drop)
     }
 
     /// What records tell of tasks, and why not the rest; `None` until something is traced.
@@ -65,14 +71,25 @@ impl Hooks<'_> {
     }
 
     /// What a pad has to call so that the calls of its function, which goes on so far behind the pad's
-    /// instruction, are recorded as `want` says.
-    pub(super) fn chain(&mut self, want: Want, behind: u16) -> Result<Gva, HookError> {
+    /// instruction, are counted and recorded as `want` says.
+    pub(super) fn chain(&mut self, site: &Site, want: Want, behind: u16) -> Result<Gva, HookError> {
         let form = self.ground()?.returns;
         let mut then = Then::GoOn { behind, form };
         if want.returns {
             then = Then::Next(self.piece(Piece::ReturnHook { duties: RECORD_RETURN, then })?);
         }
-        self.piece(Piece::Logger(then))
+        if want.traced.is_some() {
+            then = Then::Next(self.piece(Piece::Logger(then))?);
+        }
+        match (want.counted, then) {
+            (true, then) => {
+                let counter = self.piece(Piece::Counter(then))?;
+                self.thunk(site, counter)
+            }
+            (false, Then::Next(piece)) => Ok(piece),
+            // Nothing at all is wanted of a pad that leads somewhere nevertheless.
+            (false, Then::GoOn { .. }) => self.piece(Piece::Logger(then)),
+        }
     }
 
     fn ground(&mut self) -> Result<&Ground, HookError> {
@@ -99,6 +116,10 @@ impl Hooks<'_> {
                 let (cpu_number, task) = (ground.cpu_number, ground.recorded.places());
                 let logger = Logger { cpu_number, rings, clock: true, task, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_logger(at, &logger)?))?
+            }
+            Piece::Counter(then) => {
+                let counters = self.counters();
+                self.place(|at| Ok(self.kernel.arch().assemble_counter(at, counters, then)?))?
             }
             Piece::ReturnHook { duties, then } => {
                 let pool = self.return_pool()?;

@@ -8,7 +8,7 @@ use crate::journal::JournalError;
 use crate::kernel::{CpuNumberError, ReturnFormError};
 use crate::machine::StopError;
 use crate::patch::{ApplyError, PlanError, VerifyError};
-use crate::region::{NoTraps, RegionError};
+use crate::region::{COUNTERS, NoTraps, RegionError};
 
 /// Wants could not be changed; the guest runs on, and its text is as it was, but for
 /// [`ApplyError::Torn`].
@@ -52,6 +52,15 @@ pub enum HookError {
     /// What is to be redirected has no pad.
     #[error("{0} can't be redirected: it has no pad")]
     NoPad(Box<str>),
+    /// What is to be counted has no pad.
+    #[error("calls of {0} can't be counted: it has no pad")]
+    NotCounted(Box<str>),
+    /// More functions than there are counters.
+    #[error(
+        "the region has {COUNTERS} counters, and all of them belong to functions; trace {0} without \
+         counting (func)"
+    )]
+    CountersFull(Box<str>),
     /// Guests of this architecture can't be trapped.
     #[error("functions of {0} guests can't be trapped; use --method call")]
     NoTrap(&'static str),

@@ -12,7 +12,8 @@
 //! | no | yes | jumps to the new function | |
 //! | either way | yes | jumps to a stub | which calls the chain and jumps to the new function |
 //!
-//! Where the returns of a function's calls are recorded, too, its chain has one more piece.
+//! Where the calls of a function are counted, or their returns recorded, its chain has one more piece. A
+//! function that is counted and not traced calls a chain without the piece that records.
 //!
 //! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
 //! is executed from a copy in the region that jumps back behind it.
@@ -33,6 +34,7 @@ use crate::region::Trap;
 
 mod chain;
 mod change;
+mod counts;
 mod error;
 #[cfg(test)]
 pub(crate) mod place;
@@ -65,6 +67,8 @@ pub enum Method {
 pub struct Want {
     /// Whether its function is traced, and how.
     pub traced: Option<Method>,
+    /// Whether its calls are counted.
+    pub counted: bool,
     /// The function that is called in place of its own.
     pub redirect: Option<Gva>,
     /// Whether its returns are recorded as well as its calls, if it is traced by calls.
@@ -127,8 +131,8 @@ pub struct Stub {
     pub ip: Gva,
     /// The function that it jumps to.
     pub to: Gva,
-    /// Whether the function's returns are recorded, too.
-    pub returns: bool,
+    /// The chain that it calls.
+    chain: Gva,
 }
 
 /// What is known of a pad.
@@ -271,23 +275,23 @@ impl<'m> Hooks<'m> {
         &self.stubs
     }
 
-    /// The stub for the pad at `pad` if its function is redirected to `to` and traced.
-    fn stub(&mut self, pad: Gva, to: Gva, want: Want) -> Result<Gva, HookError> {
+    /// The stub for the pad of `site` if its function is redirected to `to`, and traced or counted.
+    fn stub(&mut self, site: &Site, to: Gva, want: Want) -> Result<Gva, HookError> {
+        let pad = site.at;
+        let chain = self.chain(site, want, PadLayout::SINGLE.resume)?;
         let mut stubs = self.stubs.iter();
-        let is_it = |stub: &&Stub| (stub.pad, stub.to, stub.returns) == (pad, to, want.returns);
+        let is_it = |stub: &&Stub| (stub.pad, stub.to, stub.chain) == (pad, to, chain);
         if let Some(known) = stubs.find(is_it) {
             return Ok(known.at);
         }
         let arch = self.kernel.arch();
-        let chain = self.chain(want, PadLayout::SINGLE.resume)?;
         let mut len = 0;
         let at = self.place(|at| {
             let code = assemble_stub(arch, at, chain, to)?;
             len = code.len() as u64;
             Ok(code)
         })?;
-        let (ip, returns) = (stub_ip(arch, at), want.returns);
-        self.stubs.push(Stub { pad, at, len, ip, to, returns });
+        self.stubs.push(Stub { pad, at, len, ip: stub_ip(arch, at), to, chain });
         Ok(at)
     }
 
@@ -296,6 +300,7 @@ impl<'m> Hooks<'m> {
         let arch = self.kernel.arch();
         if site.is_unpadded() {
             return match want {
+                Want { counted: true, .. } => Err(HookError::NotCounted(site.name.clone())),
                 Want { traced: None, redirect: None, .. } => Ok(site.original),
                 Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
                 Want { .. } => self.trap(site),
@@ -315,14 +320,15 @@ impl<'m> Hooks<'m> {
                 prefix: site.prefix.name,
             });
         }
-        Ok(match (want.traced, want.redirect) {
-            (None, None) => site.original,
-            (Some(Method::Trap), None) => self.trap(site)?,
-            (Some(Method::Call), None) => {
-                arch.encode_branch(site.at, self.chain(want, site.layout.resume)?)?
+        let calls = want.counted || want.traced.is_some();
+        Ok(match want.redirect {
+            None if want.traced == Some(Method::Trap) && !want.counted => self.trap(site)?,
+            None if calls => {
+                arch.encode_branch(site.at, self.chain(site, want, site.layout.resume)?)?
             }
-            (None, Some(to)) => arch.encode_jump(site.at, to)?,
-            (Some(_), Some(to)) => arch.encode_jump(site.at, self.stub(site.at, to, want)?)?,
+            None => site.original,
+            Some(to) if calls => arch.encode_jump(site.at, self.stub(site, to, want)?)?,
+            Some(to) => arch.encode_jump(site.at, to)?,
         })
     }
 }

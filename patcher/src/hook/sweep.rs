@@ -187,7 +187,7 @@ mod tests {
         assert!(hooks.tend_returns(begun).is_none());
 
         let site = hooks.pads().unwrap().sites[3].clone();
-        let want = Want { traced: Some(Method::Call), returns: true, redirect: None };
+        let want = Want { traced: Some(Method::Call), returns: true, ..Want::default() };
         hooks.change(&[(&site, want)], Foreign::Refuse, &mut ()).unwrap();
         let returns = hooks.taken_returns().unwrap();
         // The first hundred are taken.
@@ -234,7 +234,7 @@ mod tests {
         let region = MappedRegion::new(&guest, &kernel).unwrap();
         let mut hooks = Hooks::new(&guest, &kernel, &region);
         let site = hooks.pads().unwrap().sites[3].clone();
-        let want = Want { traced: Some(Method::Call), returns: true, redirect: None };
+        let want = Want { traced: Some(Method::Call), returns: true, ..Want::default() };
         hooks.change(&[(&site, want)], Foreign::Refuse, &mut ()).unwrap();
         let returns = hooks.taken_returns().unwrap();
         let code = kernel.text().start..kernel.text().start + 64;
@@ -265,7 +265,7 @@ mod tests {
         let guest = Guest::new(&Blueprint::default());
         let kernel = guest.kernel();
         let region = MappedRegion::new(&guest, &kernel).unwrap();
-        let want = Want { traced: Some(Method::Call), returns: true, redirect: None };
+        let want = Want { traced: Some(Method::Call), returns: true, ..Want::default() };
         let mut hooks = Hooks::new(&guest, &kernel, &region);
         let site = hooks.pads().unwrap().sites[3].clone();
         hooks.change(&[(&site, want)], Foreign::Refuse, &mut ()).unwrap();

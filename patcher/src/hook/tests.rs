@@ -42,7 +42,8 @@ fn branch_of(at: Gva, bytes: &[u8]) -> (Gva, bool) {
     (target, bytes[0] == 0xe8)
 }
 
-const TRACED: Want = Want { traced: Some(Method::Call), redirect: None, returns: false };
+const TRACED: Want =
+    Want { traced: Some(Method::Call), counted: false, redirect: None, returns: false };
 
 fn redirected(to: Gva) -> Want {
     Want { redirect: Some(to), ..Want::default() }
@@ -214,7 +215,7 @@ proptest! {
                 }
                 Change::Several(all) => for (function, traced, to) in all {
                     let redirect = to.map(|nth| place.target(nth));
-                    model[function] = Want { traced, redirect, returns: false };
+                    model[function] = Want { traced, redirect, ..Want::default() };
                 },
             }
             let wants: Vec<_> = FUNCTIONS.into_iter()

@@ -6,7 +6,7 @@
 //!            at its end page tables that map the region, where the guest has none for it
 //! constants  what payloads only read                              guest: read
 //! data       what payloads read and write                         guest: read + write
-//!            at its end the calls whose return is taken
+//!            behind that, counters of calls; at its end the calls whose return is taken
 //! rings      0       header of CPU 0: head (u64), rest unused     guest: read + write
 //!            128     header of CPU 1, and so on up to 512 CPUs
 //!            64 KiB  ring of CPU 0: a power of two of bytes
@@ -34,12 +34,17 @@ use vm_memory::VolatileSlice;
 use crate::addr::Gpa;
 
 mod code;
+mod counters;
 mod payloads;
 mod returns;
 mod rings;
 mod traps;
 
 pub use code::CodeSpace;
+pub use counters::{
+    COUNTER_BYTES, COUNTERS, COUNTERS_OFFSET, Counters, THUNK_BLOCK_BYTES, THUNK_BLOCKS,
+    read_counters,
+};
 pub use payloads::{PayloadSizes, PayloadSpace, Placement};
 pub(crate) use returns::slot;
 pub use returns::{

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::counts::Counts;
 use super::gaps::Gaps;
 use super::graph::Graph;
 use super::names::Names;
@@ -30,6 +31,8 @@ pub struct Summary {
     pub corrupt: Vec<RingCorrupt>,
     /// Calls of every function that was called, most first; of a trace with a threshold, returns.
     pub functions: Vec<(Arc<str>, u64)>,
+    /// How often a counter of calls was lower than before, which only the guest can have done.
+    pub set_back: u64,
     /// Calls that have not returned, by function, most first.
     pub outstanding: Vec<(Arc<str>, u64)>,
     /// Calls that have returned although no return of theirs was seen.
@@ -60,6 +63,8 @@ pub(super) struct Client<S> {
     pub sink: S,
     /// Its open calls, if it is given returns.
     pub graph: Option<Graph>,
+    /// What it has counted, if it counts.
+    pub counts: Option<Counts>,
     /// Calls that had found no slot when it began, and until it ended.
     pub slots_missed: Range<u64>,
     /// The records between these indices, by CPU, are its own if they are of its functions.
@@ -85,7 +90,7 @@ impl<S> Client<S> {
     pub fn new(
         id: u64,
         sink: S,
-        graph: Option<Graph>,
+        (graph, counts): (Option<Graph>, Option<Counts>),
         from: Vec<u64>,
         stops: Vec<StopTimes>,
     ) -> Self {
@@ -94,6 +99,7 @@ impl<S> Client<S> {
             id,
             sink,
             graph,
+            counts,
             slots_missed: 0..0,
             lost: vec![0; from.len()],
             gaps: from.iter().map(|_| Gaps::default()).collect(),
@@ -183,7 +189,7 @@ impl<S> Client<S> {
     }
 
     pub fn events(&self) -> u64 {
-        self.events
+        self.counts.as_ref().map_or(self.events, Counts::sum)
     }
 
     pub fn missed(&self) -> u64 {
@@ -193,12 +199,16 @@ impl<S> Client<S> {
     pub fn summary(&self, readers: &[RingReader], names: &Names<'_>) -> Summary {
         let pending = readers.iter().enumerate();
         let called = self.calls.iter().enumerate().filter(|(_, calls)| **calls > 0);
-        let functions = most_first(names, called.map(|(index, calls)| (index, *calls)));
+        let functions = match &self.counts {
+            Some(counts) => most_first(names, counts.calls()),
+            None => most_first(names, called.map(|(index, calls)| (index, *calls))),
+        };
         let outstanding = self.graph.as_ref().map(Graph::outstanding).unwrap_or_default();
         let outstanding = outstanding.into_iter().map(|(index, calls)| (index as usize, calls));
         let (lost_returns, lost_calls) = self.graph.as_ref().map_or((0, 0), Graph::unmatched);
         Summary {
-            events: self.events,
+            events: self.events(),
+            set_back: self.counts.as_ref().map_or(0, Counts::set_back),
             overrun: self.overrun,
             lost: self.lost.clone(),
             unwritten: pending.map(|(cpu, reader)| self.pending(cpu, reader) as u64).collect(),

@@ -5,6 +5,7 @@
 
 mod client;
 mod context;
+mod counts;
 pub mod filter;
 mod gaps;
 pub mod graph;

@@ -15,6 +15,8 @@ pub struct Selection {
     pub method: Method,
     /// What of their calls and returns is given out; `None` if it is calls only.
     pub graph: Option<graph::Options>,
+    /// Whether their calls are only counted.
+    pub counts: bool,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -93,7 +95,7 @@ impl Selection {
             let why = takes_return(&site).err()?;
             Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
         }));
-        Self { method, graph: Some(options), sites, refused, pads }
+        Self { method, graph: Some(options), counts: false, sites, refused, pads }
     }
 
     /// Chooses among these pads.
@@ -109,7 +111,7 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { method: Method::Call, graph: None, sites, refused, pads })
+        Ok(Self { method: Method::Call, graph: None, counts: false, sites, refused, pads })
     }
 }
 

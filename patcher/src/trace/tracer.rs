@@ -7,9 +7,11 @@
 //! stands for a client's sake, and the records between two such looks are that client's.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::client::Client;
+use super::counts::Counts;
 use super::graph::Graph;
 use super::merge::Merger;
 use super::names::Names;
@@ -23,7 +25,7 @@ use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
 use crate::kernel::Site;
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
-use crate::region::{Part, RingLayout};
+use crate::region::{Part, RegionError, RingLayout};
 
 pub use super::client::Summary;
 
@@ -74,6 +76,8 @@ struct Member {
     listed: Site,
     /// The clients for whom it is to be armed, by their slots.
     wanted_by: u16,
+    /// The clients for whom its calls are to be counted.
+    counted_by: u16,
     /// The clients that its records go to: also those that still have to get their last ones.
     heard_by: u16,
 }
@@ -136,9 +140,11 @@ impl<'m, S> Tracer<'m, S> {
     pub fn armed_pads(&self, hooks: &Hooks<'m>) -> impl Iterator<Item = (Gva, u32)> {
         let members = self.members.iter().filter(|member| {
             let at = member.listed.at;
-            hooks.want(at).traced.is_some() && hooks.is_in_force(at)
+            let want = hooks.want(at);
+            (want.traced.is_some() || want.counted) && hooks.is_in_force(at)
         });
-        members.map(|member| (member.listed.at, member.wanted_by.count_ones()))
+        members
+            .map(|member| (member.listed.at, (member.wanted_by | member.counted_by).count_ones()))
     }
 
     /// Begins to trace the selected functions for a new client. Those that are not armed yet are, all
@@ -163,14 +169,22 @@ impl<'m, S> Tracer<'m, S> {
             self.readers = self.fresh_readers()?;
             self.merger = Merger::default();
         }
-        let returns = selection.graph.is_some();
         let wants: Vec<(&Site, Want)> = (selection.sites.iter())
             .map(|site| (site, hooks.want(site.at)))
-            .filter(|(_, want)| want.traced.is_none() || returns && !want.returns)
-            .map(|(site, want)| (site, wanted_too(want, selection)))
+            .map(|(site, want)| (site, want, wanted_too(want, selection)))
+            .filter(|(_, want, wanted)| want != wanted)
+            .map(|(site, _, wanted)| (site, wanted))
             .collect();
         let indices: Vec<usize> =
             selection.sites.iter().map(|site| self.member(site, hooks)).collect();
+        let counts = match selection.counts {
+            true => {
+                let sites = selection.sites.iter().cloned();
+                let functions = indices.iter().map(|index| *index as u32).zip(sites);
+                Some(Counts::new(hooks, functions)?)
+            }
+            false => None,
+        };
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let changed = hooks.change(&wants, Foreign::Refuse, look)?;
         if changed.stops.is_empty() {
@@ -185,8 +199,12 @@ impl<'m, S> Tracer<'m, S> {
         };
         for &index in &indices {
             let member = &mut self.members[index];
-            member.wanted_by |= 1 << slot;
-            member.heard_by |= 1 << slot;
+            if counts.is_some() {
+                member.counted_by |= 1 << slot;
+            } else {
+                member.wanted_by |= 1 << slot;
+                member.heard_by |= 1 << slot;
+            }
         }
         let id = self.next_id;
         self.next_id += 1;
@@ -198,7 +216,7 @@ impl<'m, S> Tracer<'m, S> {
             Graph::new(options.clone(), roots.collect())
         });
         let heads = heads(&self.readers);
-        let mut client = Client::new(id, sink, graph, heads, changed.stops);
+        let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops);
         if client.graph.is_some() {
             client.slots_missed.start = hooks.missed_returns();
         }
@@ -211,12 +229,12 @@ impl<'m, S> Tracer<'m, S> {
         let ip = record_ip(site.at, &site.original);
         let index = self.names.index_of(ip.0 as u32);
         if let Some(index) = index
-            && hooks.want(site.at).traced.is_some()
+            && (hooks.want(site.at).traced.is_some() || hooks.want(site.at).counted)
         {
             return index;
         }
         let index = index.unwrap_or_else(|| self.names.add(site, ip));
-        let member = Member { listed: site.clone(), wanted_by: 0, heard_by: 0 };
+        let member = Member { listed: site.clone(), wanted_by: 0, counted_by: 0, heard_by: 0 };
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
             Some(known) => *known = Member { heard_by: known.heard_by, ..member },
@@ -241,6 +259,7 @@ impl<'m, S> Tracer<'m, S> {
         let Some(slot) = self.slot(client) else { return Ok(()) };
         for member in &mut self.members {
             member.wanted_by &= !(1 << slot);
+            member.counted_by &= !(1 << slot);
         }
         let wants: Vec<(&Site, Want)> = (self.members.iter())
             .map(|member| (member, hooks.want(member.listed.at)))
@@ -254,6 +273,11 @@ impl<'m, S> Tracer<'m, S> {
         let heads = heads(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
+            if let Some(counts) = &mut client.counts
+                && let Err(error) = counts.end(hooks)
+            {
+                client.failure.get_or_insert(io::Error::other(error));
+            }
             if client.graph.is_some() {
                 client.slots_missed.end = hooks.missed_returns();
             }
@@ -275,11 +299,12 @@ impl<'m, S> Tracer<'m, S> {
         let slots = (0..MAX_CLIENTS).filter(|slot| member.wanted_by & 1 << slot != 0);
         let mut clients = slots.filter_map(|slot| self.clients[slot].as_ref());
         let returns = clients.any(|client| client.graph.is_some());
-        match want.traced {
-            Some(_) if member.wanted_by == 0 => Some(Want { traced: None, returns: false, ..want }),
-            Some(_) if want.returns && !returns => Some(Want { returns: false, ..want }),
-            _ => None,
+        let mut still = Want { counted: want.counted && member.counted_by != 0, ..want };
+        if member.wanted_by == 0 {
+            still.traced = None;
         }
+        still.returns &= returns && still.traced.is_some();
+        (still != want).then_some(still)
     }
 
     /// Takes what the rings hold and gives out what is in order by now: each event to the sinks of
@@ -391,6 +416,28 @@ impl<'m, S> Tracer<'m, S> {
         Some(Finished { summary, sink: client.sink, failure: client.failure })
     }
 
+    /// For a client that counts: looks at the counters, and tells which functions were called since this
+    /// was last asked, each by its index and how often it was called since the beginning. `None` for any
+    /// other client.
+    ///
+    /// # Errors
+    /// The region can't be read.
+    pub fn counts(
+        &mut self,
+        hooks: &Hooks<'m>,
+        client: ClientId,
+    ) -> Option<Result<Vec<(u32, u64)>, RegionError>> {
+        let slot = self.slot(client)?;
+        let counts = self.clients[slot].as_mut()?.counts.as_mut()?;
+        Some(counts.look(hooks).map(|()| counts.news()))
+    }
+
+    /// The name of the function with that index.
+    #[must_use]
+    pub fn function(&self, index: u32) -> &Arc<str> {
+        self.names.function(index as usize)
+    }
+
     /// Where a client's trace stands; `None` if there is no such client.
     #[must_use]
     pub fn progress(&self, client: ClientId) -> Option<Progress<'_, S>> {
@@ -455,9 +502,14 @@ pub struct Finished<S> {
 /// What a pad is to do that does what `want` says, for a client with that selection as well. Returns are
 /// recorded only of what is traced by calls.
 fn wanted_too(want: Want, selection: &Selection) -> Want {
+    let method = if want.counted { Method::Call } else { selection.method };
     match selection.graph {
+        // A pad that is a trap calls nothing.
+        _ if selection.counts => {
+            Want { counted: true, traced: want.traced.map(|_| Method::Call), ..want }
+        }
         Some(_) => Want { traced: Some(Method::Call), returns: true, ..want },
-        None => Want { traced: want.traced.or(Some(selection.method)), ..want },
+        None => Want { traced: want.traced.or(Some(method)), ..want },
     }
 }
 

@@ -10,6 +10,8 @@ use clap::{Parser, Subcommand};
 
 mod attach;
 mod bench;
+mod clock;
+mod count_options;
 mod doctor;
 mod graph_options;
 mod info;
@@ -25,6 +27,7 @@ mod serving;
 mod size;
 mod status;
 mod summary;
+mod top;
 mod trace;
 mod trace_options;
 mod watch;
@@ -47,6 +50,7 @@ enum Command {
     Info(info::Options),
     Pads(pads::Options),
     Trace(trace::Options),
+    Top(top::Options),
     Report(report::Options),
     Patch(patch::Options),
     Bench(bench::Options),
@@ -71,6 +75,7 @@ pub fn main() -> ExitCode {
         Command::Info(options) => info::run(&options),
         Command::Pads(options) => pads::run(&options),
         Command::Trace(options) => trace::run(&options),
+        Command::Top(options) => top::run(&options),
         Command::Report(options) => report::run(&options),
         Command::Patch(options) => patch::run(&options),
         Command::Bench(options) => bench::run(&options),

@@ -114,7 +114,12 @@ pub fn run(options: &Options) -> Result<Status> {
     let mut recording =
         Recording::open(BufReader::with_capacity(1 << 20, file)).with_context(unreadable)?;
     let columns = options.columns.columns();
-    let to = Destination { output: options.output.clone(), format: options.format, columns };
+    let to = Destination {
+        output: options.output.clone(),
+        format: options.format,
+        columns,
+        counts: None,
+    };
     let mut records = Records::open(&to, &[&options.recording], Arc::default())?;
     let name = records.name().to_owned();
     let broken = |error: io::Error| {

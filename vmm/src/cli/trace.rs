@@ -16,15 +16,16 @@ use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use patcher::arch::ByteOrder;
 use patcher::trace::sink::{self, Beginning, Sink};
-use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
+use vmm::control::protocol::{Armed, Counted, EndReason, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
-use super::graph_options::{GraphOptions, checked};
+use super::count_options::CountOptions;
+use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
-use super::trace_options::{Method, Tracer};
+use super::trace_options::{Method, NO_FORMAT, Tracer};
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -62,6 +63,19 @@ pub struct Options {
 
     #[command(flatten)]
     graph: GraphOptions,
+
+    #[command(flatten)]
+    count: CountOptions,
+
+    /// End the trace after so many seconds
+    #[arg(
+        short,
+        long,
+        value_name = "SECONDS",
+        help_heading = "Options of the tracer count",
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    duration: Option<u64>,
 }
 
 const AFTER_HELP: &str = "\
@@ -85,6 +99,9 @@ Examples:
 
   Show which calls of the page allocator took longer than a tenth of a millisecond:
     vmm trace guest1 graph -f '*alloc_pages*' --threshold 100us
+
+  Count the calls of ext4's functions, and print the ten that are called most every second:
+    vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
 
   Record every call, and look at it in KernelShark:
     vmm trace guest1 func -o all.vmmrec
@@ -116,11 +133,21 @@ pub fn run(options: &Options) -> Result<Status> {
         notrace: options.notrace.clone(),
         method: options.method.into(),
         graph: options.graph.request(),
+        count: options.count.request(),
     })?;
+    let counts = options.count.form(Some(options.tracer), &options.filter);
+    if counts.is_none() && !(options.count.is_unused() && options.duration.is_none()) {
+        let message = "intervals, durations, timestamps, --top and --json are of the tracer count";
+        return Err(Contradiction(message.into()).into());
+    }
+    if counts.is_some() && options.format.is_some() {
+        return Err(Contradiction(NO_FORMAT.into()).into());
+    }
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
     let columns = options.graph.columns();
-    let to = Destination { output: options.output.clone(), format: options.format, columns };
+    let to =
+        Destination { output: options.output.clone(), format: options.format, columns, counts };
     let records = Records::open(&to, &[] as &[&Path], Arc::clone(&stop))?;
     let mut progress = Progress::new(records.are_on_stdout());
     let (on_signal, stopped) = (Arc::clone(&ends), Arc::clone(&stop));
@@ -142,7 +169,9 @@ pub fn run(options: &Options) -> Result<Status> {
                 say(missing);
             }
             let tracer = request.tracer.into();
-            receive(client, (tracer, &armed), (records, &to), &ends, &stop, &mut progress)
+            let duration = options.duration.map(Duration::from_secs);
+            let lasts = Lasts { ends: &ends, stop: &stop, duration };
+            receive(client, (tracer, &armed), (records, &to), &lasts, &mut progress)
         }
         None => Ok(()),
     };
@@ -155,7 +184,10 @@ pub fn run(options: &Options) -> Result<Status> {
 }
 
 /// Has the functions armed, once the guest is ready; `None` if that is no longer wanted.
-fn begin(
+///
+/// # Errors
+/// The guest can't be reached, or its functions not be armed.
+pub fn begin(
     name: &Name,
     request: &TraceRequest,
     stop: &AtomicBool,
@@ -181,13 +213,20 @@ fn begin(
     }
 }
 
+/// What ends a trace.
+struct Lasts<'e> {
+    ends: &'e Ends,
+    stop: &'e AtomicBool,
+    /// Of one that counts.
+    duration: Option<Duration>,
+}
+
 /// Writes out what comes until it ends.
 fn receive(
     client: Client,
     (tracer, armed): (sink::Tracer, &Armed),
     (mut records, to): (Records, &Destination),
-    ends: &Ends,
-    stop: &AtomicBool,
+    &Lasts { ends, stop, duration }: &Lasts<'_>,
     progress: &mut Progress,
 ) -> Result<()> {
     let mut calls = client.into_calls(armed);
@@ -226,6 +265,18 @@ fn receive(
         }
         match message {
             Ok(Message::Calls(_)) => {}
+            Ok(Message::Counted(counted)) => {
+                let is_over = duration.is_some_and(|duration| counted.elapsed >= duration);
+                // What comes when the time is over belongs to the last table.
+                let last = counted.last || is_over;
+                if written.is_ok() {
+                    written = records.counted(&Counted { last, ..counted });
+                }
+                if is_over {
+                    ask_for_the_end(ends);
+                }
+                continue;
+            }
             Ok(Message::End(end)) => break end,
             Err(error) => {
                 // What there is until now is worth having.

@@ -4,8 +4,12 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use vmm::control::protocol::{self, TraceRequest};
 
+use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
+
+/// Why counts take no format.
+pub const NO_FORMAT: &str = "counts are printed as text, or with --json; they have no --format";
 
 /// A trace that is wanted from the beginning.
 #[derive(Debug, Args)]
@@ -50,6 +54,9 @@ pub struct TraceOptions {
 
     #[command(flatten)]
     pub graph: GraphOptions,
+
+    #[command(flatten)]
+    pub count: CountOptions,
 }
 
 /// What is recorded.
@@ -59,6 +66,8 @@ pub enum Tracer {
     Func,
     /// Each call and each return, as ftrace's function_graph: who called what, and for how long
     Graph,
+    /// How often each function is called: counted by the guest itself, as by bcc's funccount
+    Count,
 }
 
 /// How calls are noticed.
@@ -85,6 +94,7 @@ impl From<Tracer> for protocol::Tracer {
         match tracer {
             Tracer::Func => Self::Func,
             Tracer::Graph => Self::Graph,
+            Tracer::Count => Self::Count,
         }
     }
 }
@@ -94,7 +104,8 @@ impl TraceOptions {
     pub fn records(&self) -> Option<Destination> {
         let output = self.output.clone().unwrap_or(Output::Stdout);
         let columns = self.graph.columns();
-        self.trace.map(|_| Destination { output, format: self.format, columns })
+        let counts = self.count.form(self.trace, &self.filter);
+        self.trace.map(|_| Destination { output, format: self.format, columns, counts })
     }
 
     /// What is traced, if anything is.
@@ -102,6 +113,12 @@ impl TraceOptions {
     /// # Errors
     /// It makes no sense.
     pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
+        if self.trace == Some(Tracer::Count) && self.format.is_some() {
+            return Err(Contradiction(NO_FORMAT.into()));
+        }
+        if self.trace != Some(Tracer::Count) && !self.count.is_unused() {
+            return Err(Contradiction("what counts are to show needs --trace count".into()));
+        }
         let Some(tracer) = self.trace else {
             return match self.graph.is_unused() {
                 true => Ok(None),
@@ -115,6 +132,7 @@ impl TraceOptions {
             notrace: self.notrace.clone(),
             method: self.method.into(),
             graph: self.graph.request(),
+            count: self.count.request(),
         };
         checked(request).map(Some)
     }

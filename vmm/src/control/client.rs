@@ -9,9 +9,9 @@ use patcher::trace::sink::Event;
 use super::names::Names;
 use super::place::{Found, Name, Place};
 use super::protocol::{
-    Armed, BatchHeader, End, Greeting, Hello, Info, MAX_BATCH, MAX_CALLS, MAX_NAMES_IN_FORCE,
-    MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request, RevertRequest, Reverted,
-    Status, TraceRequest, VERSION, Waiting,
+    Armed, BatchHeader, Counted, End, Greeting, Hello, Info, MAX_BATCH, MAX_CALLS, MAX_COUNTED,
+    MAX_NAMES_IN_FORCE, MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request,
+    RevertRequest, Reverted, Status, TraceRequest, VERSION, Waiting,
 };
 use super::wire::{Wire, WireError, line};
 
@@ -23,6 +23,9 @@ const MAX_PADS_IN_ALL: usize = 1 << 20;
 
 /// Functions of patches that are taken from it at most, and patches.
 const MAX_FUNCTIONS_IN_ALL: usize = 1 << 20;
+
+/// What the numbers of functions that are counted are below.
+const MAX_NUMBER: u32 = 1 << 20;
 
 /// How long the bytes of a payload may take.
 const UPLOAD: Duration = Duration::from_secs(60);
@@ -337,6 +340,8 @@ pub struct Calls {
 pub enum Message {
     /// Calls came, so many.
     Calls(usize),
+    /// How often functions were called.
+    Counted(Counted),
     /// It is over.
     End(Box<End>),
 }
@@ -352,6 +357,14 @@ impl Calls {
         let mut header: BatchHeader = match reply.map_err(|error| client.failed(&error))? {
             Reply::Batch(header) => header,
             Reply::End(end) => return Ok(Message::End(end)),
+            Reply::Counted(counted) => {
+                let numbers = counted.calls.iter().all(|(number, _, _)| *number < MAX_NUMBER);
+                if counted.calls.len() > MAX_COUNTED || !numbers {
+                    let what = "it counts more functions than a guest has".to_owned();
+                    return Err(ClientError::Protocol { name: client.name.clone(), what });
+                }
+                return Ok(Message::Counted(counted));
+            }
             other => return Err(client.unexpected(&other)),
         };
         let broken = |what: String, name: &Name| ClientError::Protocol { name: name.clone(), what };

@@ -287,6 +287,7 @@ impl Conversation<'_> {
                     bytes.extend_from_slice(&batch.calls);
                     bytes
                 }
+                Fed::Counted(counted) => line(&Reply::Counted(counted)),
                 Fed::End(end) => {
                     let patience = if self.shared.is_ending() { LAST_WORDS } else { PATIENCE };
                     let until = Instant::now() + patience;

@@ -1,6 +1,6 @@
 //! A trace on its way to a client, with a bound on what waits for it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,8 +9,8 @@ use patcher::trace::sink::{Beginning, Event, Name, Sink};
 use rustc_hash::FxHashMap;
 
 use super::protocol::{
-    BatchHeader, CALL_BYTES, Call, End, MAX_BATCH, MAX_BEHIND, MAX_CALLS, MAX_NAME, MAX_NAMES,
-    MAX_NAMES_IN_FORCE,
+    BatchHeader, CALL_BYTES, Call, Counted, End, MAX_BATCH, MAX_BEHIND, MAX_CALLS, MAX_COUNTED,
+    MAX_NAME, MAX_NAMES, MAX_NAMES_IN_FORCE,
 };
 
 /// Full batches that wait for a client at most: half a million calls, in 16 MiB if nothing is behind them.
@@ -59,9 +59,43 @@ impl Batch {
     }
 }
 
+/// Counts that were not taken out yet. A later reading says all that an earlier one does, so that there is
+/// never more than one.
+#[derive(Debug, Default)]
+struct Reading {
+    functions: usize,
+    elapsed: Duration,
+    last: bool,
+    calls: BTreeMap<u32, (u64, Arc<str>)>,
+}
+
+impl Reading {
+    /// As much as a message holds, and whether there is more.
+    fn take(&mut self) -> Counted {
+        let mut calls = Vec::new();
+        while calls.len() < MAX_COUNTED
+            && let Some((number, (count, name))) = self.calls.pop_first()
+        {
+            calls.push((number, count, cut(&name).to_owned()));
+        }
+        let Self { functions, elapsed, last, .. } = *self;
+        Counted { functions, elapsed, more: !self.calls.is_empty(), last, calls }
+    }
+}
+
+/// As much of a name as is told.
+fn cut(name: &str) -> &str {
+    let mut length = name.len().min(MAX_NAME);
+    while !name.is_char_boundary(length) {
+        length -= 1;
+    }
+    &name[..length]
+}
+
 #[derive(Debug, Default)]
 struct Queue {
     batches: VecDeque<Batch>,
+    counted: Option<Reading>,
     end: Option<End>,
     /// Nobody puts anything in any more, or takes anything out.
     outbox_gone: bool,
@@ -104,6 +138,8 @@ pub struct Feed {
 pub enum Fed {
     /// Calls.
     Batch(Batch),
+    /// How often functions were called.
+    Counted(Counted),
     /// No more.
     End(End),
     /// The other side has gone without a word.
@@ -130,6 +166,29 @@ impl Outbox {
     /// Says how many events were missed until now.
     pub fn missed(&mut self, missed: u64) {
         self.batch.header.missed = missed;
+    }
+
+    /// Puts in how often functions were called, by numbers and names, of `functions` that are counted.
+    ///
+    /// # Errors
+    /// Nobody takes it out any more.
+    pub fn counted<'n>(
+        &mut self,
+        (functions, elapsed, last): (usize, Duration, bool),
+        calls: impl Iterator<Item = (u32, u64, &'n Arc<str>)>,
+    ) -> io::Result<()> {
+        let mut queue = self.shared.queue();
+        if queue.feed_gone {
+            return Err(ErrorKind::BrokenPipe.into());
+        }
+        let reading = queue.counted.get_or_insert_default();
+        (reading.functions, reading.elapsed, reading.last) = (functions, elapsed, last);
+        reading
+            .calls
+            .extend(calls.map(|(number, count, name)| (number, (count, Arc::clone(name)))));
+        drop(queue);
+        self.shared.more.notify_one();
+        Ok(())
     }
 
     /// Puts in what comes last.
@@ -182,13 +241,10 @@ impl Outbox {
         let next = self.in_force() as u32;
         let (header, name_bytes) = (&mut self.batch.header, &mut self.batch.name_bytes);
         *self.numbers.entry(name.id).or_insert_with(|| {
-            let mut length = name.text.len().min(MAX_NAME);
-            while !name.text.is_char_boundary(length) {
-                length -= 1;
-            }
-            *name_bytes += length + PLACE_BYTES;
+            let text = cut(name.text);
+            *name_bytes += text.len() + PLACE_BYTES;
             header.places.push((name.address, name.offset));
-            header.names.push(name.text[..length].to_owned());
+            header.names.push(text.to_owned());
             next
         })
     }
@@ -269,12 +325,24 @@ impl Feed {
     pub fn next(&self, patience: Duration) -> Fed {
         let queue = self.shared.queue();
         let is_empty = |queue: &mut Queue| {
-            queue.batches.is_empty() && queue.end.is_none() && !queue.outbox_gone
+            queue.batches.is_empty()
+                && queue.counted.is_none()
+                && queue.end.is_none()
+                && !queue.outbox_gone
         };
         let waited = self.shared.more.wait_timeout_while(queue, patience, is_empty);
         let (mut queue, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        match queue.batches.pop_front() {
-            Some(batch) => Fed::Batch(batch),
+        if let Some(batch) = queue.batches.pop_front() {
+            return Fed::Batch(batch);
+        }
+        match queue.counted.take() {
+            Some(mut reading) => {
+                let counted = reading.take();
+                if counted.more {
+                    queue.counted = Some(reading);
+                }
+                Fed::Counted(counted)
+            }
             None => match queue.end.take() {
                 Some(end) => Fed::End(end),
                 None if queue.outbox_gone => Fed::Gone,

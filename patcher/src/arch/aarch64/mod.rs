@@ -17,11 +17,13 @@ use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
     OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, ReturnExit,
-    ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Unpaged,
+    ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
+use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
+mod counter;
 mod pads;
 pub mod paging;
 mod relocations;
@@ -222,6 +224,27 @@ impl Arch for Aarch64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn assemble_counter(
+        &self,
+        at: Gva,
+        counters: Counters,
+        then: Then,
+    ) -> Result<Vec<u8>, OutOfReach> {
+        counter::assemble(at, counters, then)
+    }
+
+    fn thunk_shape(&self) -> ThunkShape {
+        counter::SHAPE
+    }
+
+    fn assemble_thunks(
+        &self,
+        at: Gva,
+        thunks: &Thunks,
+    ) -> Result<[u8; THUNK_BLOCK_BYTES as usize], OutOfReach> {
+        counter::assemble_thunks(at, thunks)
     }
 
     fn assemble_return_hook(&self, at: Gva, hook: &ReturnHook) -> Result<Vec<u8>, OutOfReach> {

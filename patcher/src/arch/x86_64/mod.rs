@@ -9,11 +9,14 @@ use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
     OutOfReach, PID_BITS, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount,
-    ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Unpaged,
+    ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks,
+    Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
+use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
+mod counter;
 mod movable;
 mod pads;
 pub mod paging;
@@ -189,6 +192,27 @@ impl Arch for X86_64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn assemble_counter(
+        &self,
+        at: Gva,
+        _counters: Counters,
+        then: Then,
+    ) -> Result<Vec<u8>, OutOfReach> {
+        counter::assemble(at, then)
+    }
+
+    fn thunk_shape(&self) -> ThunkShape {
+        counter::SHAPE
+    }
+
+    fn assemble_thunks(
+        &self,
+        at: Gva,
+        thunks: &Thunks,
+    ) -> Result<[u8; THUNK_BLOCK_BYTES as usize], OutOfReach> {
+        counter::assemble_thunks(at, thunks)
     }
 
     fn assemble_return_hook(&self, at: Gva, hook: &ReturnHook) -> Result<Vec<u8>, OutOfReach> {

@@ -6,7 +6,7 @@ use vm_memory::{Bytes, VolatileMemory};
 
 use super::*;
 use crate::kernel::{Kernel, MappedRegion};
-use crate::region::RECORD_BYTES;
+use crate::region::{COUNTER_BYTES, COUNTERS_OFFSET, RECORD_BYTES};
 use crate::synthetic::tasks::field;
 use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
 use crate::trace::filter::{Filter, Glob};
@@ -495,4 +495,109 @@ fn returns_go_to_those_who_want_them_and_functions_are_hooked_while_somebody_doe
     assert_eq!(graph.summary.functions, [("vfs_read".into(), 1)]);
     assert_eq!(graph.summary.outstanding, []);
     assert!(!traced.is_armed(READ));
+}
+
+/// A guest's call of a function that is counted.
+fn count_call(traced: &Traced, hooks: &Hooks<'_>, function: usize) {
+    let pad = traced.guest.functions[function].pad;
+    let index = hooks.counter(pad).expect("it is counted");
+    let data = traced.guest.region(Part::Data).memory;
+    let at = (COUNTERS_OFFSET + u64::from(index) * COUNTER_BYTES) as usize;
+    data.get_atomic_ref::<AtomicU64>(at).unwrap().fetch_add(1, Ordering::AcqRel);
+}
+
+fn add_counting<'m>(
+    hooks: &mut Hooks<'m>,
+    tracer: &mut Tracer<'m, Given>,
+    globs: &[&str],
+) -> (ClientId, Armed) {
+    let selection = Selection::beside(hooks, &only(globs)).unwrap();
+    tracer.add(hooks, &Selection { counts: true, ..selection }, Given::new()).unwrap()
+}
+
+fn counted<'m>(
+    hooks: &Hooks<'m>,
+    tracer: &mut Tracer<'m, Given>,
+    client: ClientId,
+) -> Vec<(String, u64)> {
+    let news = tracer.counts(hooks, client).expect("it counts").unwrap();
+    news.iter().map(|(index, calls)| (tracer.function(*index).to_string(), *calls)).collect()
+}
+
+#[test]
+fn each_client_that_counts_has_the_calls_of_its_own_time() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer();
+    let pads = [READ, WRITE].map(|function| traced.guest.functions[function].pad);
+    let read = |calls| vec![("vfs_read".to_owned(), calls)];
+
+    let (first, armed) = add_counting(&mut hooks, &mut tracer, &["vfs_read"]);
+    assert_eq!((armed.functions, armed.written), (1, 1));
+    count_call(&traced, &hooks, READ);
+    count_call(&traced, &hooks, READ);
+    let (second, armed) = add_counting(&mut hooks, &mut tracer, &["vfs_read", "vfs_write"]);
+    assert_eq!((armed.functions, armed.written), (2, 1));
+    count_call(&traced, &hooks, READ);
+    count_call(&traced, &hooks, WRITE);
+    assert_eq!(counted(&hooks, &mut tracer, first), read(3));
+    assert_eq!(counted(&hooks, &mut tracer, first), []);
+    let both = [("vfs_read".to_owned(), 1), ("vfs_write".to_owned(), 1)];
+    assert_eq!(counted(&hooks, &mut tracer, second), both);
+
+    // One that records is armed beside them, and its end leaves what is counted.
+    let (recording, armed) = add(&mut hooks, &mut tracer, &["vfs_read"]);
+    assert_eq!((armed.functions, armed.written), (1, 1));
+    let both = Want { traced: Some(Method::Call), counted: true, ..Want::default() };
+    assert_eq!(hooks.want(pads[READ]), both);
+    traced.call(0, READ, 10);
+    assert_eq!(times(&end(&mut hooks, &mut tracer, recording)), [10]);
+    assert_eq!(hooks.want(pads[READ]), Want { counted: true, ..Want::default() });
+    assert!(tracer.counts(&hooks, recording).is_none());
+
+    let finished = end(&mut hooks, &mut tracer, first);
+    assert_eq!(finished.summary.functions, [("vfs_read".into(), 3)]);
+    assert_eq!((finished.summary.events, finished.summary.set_back), (3, 0));
+    count_call(&traced, &hooks, READ);
+    assert_eq!(counted(&hooks, &mut tracer, second), read(2));
+    assert!(traced.is_armed(READ) && traced.is_armed(WRITE));
+    // What is counted behind its end is not its own.
+    tracer.remove(&mut hooks, second).unwrap();
+    assert!(!traced.is_armed(READ) && !traced.is_armed(WRITE));
+    count_call(&traced, &hooks, WRITE);
+    assert_eq!(tracer.finish(second, keep).unwrap().summary.events, 3);
+
+    // Its thunk is the same again.
+    let before = hooks.region().code().used();
+    let (third, armed) = add_counting(&mut hooks, &mut tracer, &["vfs_write"]);
+    assert_eq!((armed.written, hooks.region().code().used()), (1, before));
+    assert_eq!(counted(&hooks, &mut tracer, third), []);
+}
+
+#[test]
+fn every_function_of_a_kernel_can_be_counted_and_each_has_its_own_thunk() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (_, armed) = add_counting(&mut hooks, &mut tracer, &["*"]);
+    assert!(armed.functions > 1000, "{armed:?}");
+    let mut targets = std::collections::BTreeSet::new();
+    for (index, function) in traced.guest.functions.iter().enumerate() {
+        if !traced.is_armed(index) {
+            continue;
+        }
+        let bytes = traced.guest.peek(function.pad, 5);
+        let distance = i32::from_le_bytes([bytes[1], bytes[2], bytes[3], bytes[4]]);
+        let thunk = function.pad + (5 + i64::from(distance)) as u64;
+        assert!(targets.insert(thunk), "{index}");
+        // It pushes the address of its function's counter.
+        let gpa = hooks.region().gpa(thunk).expect("a thunk is in the region");
+        let code = traced.guest.region(Part::Code);
+        let mut pushed = [0; 5];
+        code.memory.read_slice(&mut pushed, (gpa.0 - code.gpa.0) as usize).unwrap();
+        let counter = hooks.counter(function.pad).unwrap();
+        let data = hooks.region().range(Part::Data).start;
+        let expected = data + COUNTERS_OFFSET + u64::from(counter) * COUNTER_BYTES;
+        assert_eq!(pushed[0], 0x68);
+        assert_eq!(pushed[1..], (expected.0 as u32).to_le_bytes());
+    }
+    assert_eq!(targets.len(), armed.functions);
 }

@@ -6,7 +6,7 @@ use std::fs::{self, Metadata};
 use clap::ValueEnum;
 use patcher::trace::sink::GraphColumns;
 
-use super::Output;
+use super::{CountForm, Output};
 use crate::cli::summary::size;
 
 /// A form of a trace.
@@ -48,6 +48,8 @@ pub struct Destination {
     pub format: Option<Format>,
     /// What text of a trace of returns shows beside them.
     pub columns: GraphColumns,
+    /// How counts are shown, if that is what is traced.
+    pub counts: Option<CountForm>,
 }
 
 impl Destination {
@@ -63,6 +65,7 @@ impl Destination {
         let file = fs::metadata(path).ok().filter(Metadata::is_file)?;
         let (path, size) = (path.display(), size(file.len()));
         let opens = match self.format() {
+            _ if self.counts.is_some() => String::new(),
             Format::Ftrace => String::new(),
             Format::TraceDat => {
                 format!("; trace-cmd report -O parent=1 -i {path}, or kernelshark {path}")
@@ -83,7 +86,7 @@ mod tests {
     fn the_form_is_the_one_asked_for_or_goes_by_the_files_name() {
         let columns = GraphColumns::default();
         let form = |output: &str, format| {
-            Destination { output: output.parse().unwrap(), format, columns }.format()
+            Destination { output: output.parse().unwrap(), format, columns, counts: None }.format()
         };
         assert_eq!(form("-", None), Format::Ftrace);
         assert_eq!(form("a.dat/trace", None), Format::Ftrace);

@@ -11,12 +11,14 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, ensure};
 
+mod counts;
 mod format;
 mod nesting;
 mod profile;
 mod records;
 mod stream;
 
+pub use counts::CountForm;
 pub use format::{Destination, Format};
 pub use profile::FunctionTime;
 pub use records::Records;

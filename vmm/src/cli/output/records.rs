@@ -12,6 +12,9 @@ use patcher::trace::sink::{
     Beginning, Event, FtraceText, JsonLines, Perfetto, Sink, TraceDat, Tracer,
 };
 
+use vmm::control::protocol::Counted;
+
+use super::counts::CountText;
 use super::profile::Profile;
 use super::stream::Out;
 use super::{Destination, Format, FunctionTime, Opened, Output, Stream};
@@ -34,6 +37,7 @@ enum Writing {
     TraceDat(TraceDat<BufWriter<File>, File>),
     Perfetto(Perfetto<Out>),
     Recording(Recorder<Out>),
+    Counts(CountText<Out>),
 }
 
 impl Records {
@@ -55,28 +59,31 @@ impl Records {
             true => Out::File(file),
             false => Out::Stream(Stream { out: file, stop: Arc::clone(&stop) }),
         };
-        let writing = match to.format() {
-            Format::Ftrace => match out(file) {
-                Out::File(file) => {
-                    Writing::TextFile(FtraceText::file(file).with_columns(to.columns))
-                }
-                Out::Stream(stream) => {
-                    Writing::Text(FtraceText::stream(stream).with_columns(to.columns))
+        let writing = match (&to.counts, to.format()) {
+            (Some(form), _) => Writing::Counts(CountText::new(form.clone(), out(file))),
+            (None, format) => match format {
+                Format::Ftrace => match out(file) {
+                    Out::File(file) => {
+                        Writing::TextFile(FtraceText::file(file).with_columns(to.columns))
+                    }
+                    Out::Stream(stream) => {
+                        Writing::Text(FtraceText::stream(stream).with_columns(to.columns))
+                    }
+                },
+                Format::Perfetto => Writing::Perfetto(Perfetto::new(out(file))),
+                Format::Vmm => Writing::Recording(Recorder::new(out(file))),
+                Format::Json => Writing::Json(JsonLines::new(out(file))),
+                Format::TraceDat => {
+                    ensure!(
+                        is_file,
+                        "a trace.dat can't be written to {name}: it is put together at the end from \
+                     what each CPU did, which takes a file; name one by -o"
+                    );
+                    let folder = folder(&to.output);
+                    let spool = move || tempfile::tempfile_in(&folder);
+                    Writing::TraceDat(TraceDat::new(BufWriter::new(file), spool))
                 }
             },
-            Format::Perfetto => Writing::Perfetto(Perfetto::new(out(file))),
-            Format::Vmm => Writing::Recording(Recorder::new(out(file))),
-            Format::Json => Writing::Json(JsonLines::new(out(file))),
-            Format::TraceDat => {
-                ensure!(
-                    is_file,
-                    "a trace.dat can't be written to {name}: it is put together at the end from \
-                     what each CPU did, which takes a file; name one by -o"
-                );
-                let folder = folder(&to.output);
-                let spool = move || tempfile::tempfile_in(&folder);
-                Writing::TraceDat(TraceDat::new(BufWriter::new(file), spool))
-            }
         };
         let on_stdout = to.output == Output::Stdout;
         Ok(Self { writing, file: kept, name, on_stdout, profile: None })
@@ -97,6 +104,17 @@ impl Records {
         self.profile.as_ref().map(|profile| profile.top(count)).unwrap_or_default()
     }
 
+    /// Takes how often functions were called, which only counts show.
+    ///
+    /// # Errors
+    /// What writing says.
+    pub fn counted(&mut self, counted: &Counted) -> io::Result<()> {
+        match &mut self.writing {
+            Writing::Counts(text) => text.counted(counted),
+            _ => Ok(()),
+        }
+    }
+
     fn sink(&mut self) -> &mut dyn Sink {
         match &mut self.writing {
             Writing::TextFile(sink) => sink,
@@ -105,6 +123,7 @@ impl Records {
             Writing::TraceDat(sink) => sink,
             Writing::Perfetto(sink) => sink,
             Writing::Recording(sink) => sink,
+            Writing::Counts(text) => text,
         }
     }
 }
@@ -142,6 +161,7 @@ impl Sink for Records {
             Writing::TraceDat(sink) => sink.event(event),
             Writing::Perfetto(sink) => sink.event(event),
             Writing::Recording(sink) => sink.event(event),
+            Writing::Counts(text) => Sink::event(text, event),
         }
     }
 
@@ -187,7 +207,7 @@ mod tests {
 
     fn to(path: &Path, format: Format) -> Destination {
         let (format, columns) = (Some(format), GraphColumns::default());
-        Destination { output: Output::File(path.to_owned()), format, columns }
+        Destination { output: Output::File(path.to_owned()), format, columns, counts: None }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::io;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -47,6 +48,8 @@ struct Trace {
     request: TraceRequest,
     functions: usize,
     since: Instant,
+    /// How often its counts were read, if it counts.
+    readings: u32,
     ending: Option<Ending>,
 }
 
@@ -139,7 +142,15 @@ impl<'m> Service<'m> {
     fn began(&mut self, client: ClientId, pid: Option<u32>, request: TraceRequest, armed: &Armed) {
         let functions = armed.functions;
         let since = Instant::now();
-        self.traces.push(Trace { client, pid, request, functions, since, ending: None });
+        self.traces.push(Trace {
+            client,
+            pid,
+            request,
+            functions,
+            since,
+            readings: 0,
+            ending: None,
+        });
     }
 
     /// What is armed in the kernel, into which the region is brought if that was not done yet.
@@ -184,6 +195,7 @@ impl<'m> Service<'m> {
         let is_traced = !self.traces.is_empty();
         if let Some((hooks, tracer)) = self.at_work().filter(|_| is_traced) {
             taken = tracer.drain(hooks, Outbox::event);
+            self.count();
             self.hand_on();
             self.end_what_is_over();
             self.show(progress);
@@ -204,6 +216,29 @@ impl<'m> Service<'m> {
         };
         if let Some(command) = self.desk.next(patience) {
             self.answer(command, panicked);
+        }
+    }
+
+    /// Reads the counts that are due.
+    fn count(&mut self) {
+        let (Some(hooks), Some(tracer)) = (&self.hooks, &mut self.tracer) else { return };
+        let counting = |trace: &&mut Trace| {
+            trace.request.tracer == protocol::Tracer::Count && trace.ending.is_none()
+        };
+        for trace in self.traces.iter_mut().filter(counting) {
+            let interval = Duration::from_millis(trace.request.count.interval_ms);
+            let elapsed = trace.since.elapsed();
+            if elapsed < interval.saturating_mul(trace.readings) {
+                continue;
+            }
+            // The first only says that it has begun.
+            let elapsed = if trace.readings == 0 { Duration::ZERO } else { elapsed };
+            read_counts(hooks, tracer, trace, (elapsed, false));
+            trace.readings = elapsed
+                .as_millis()
+                .checked_div(interval.as_millis())
+                .and_then(|past| u32::try_from(past).ok())
+                .map_or(u32::MAX, |past| past.saturating_add(1));
         }
     }
 
@@ -266,6 +301,12 @@ impl<'m> Service<'m> {
 
     /// Gives the last events, and tells what the trace came to.
     fn finish(&mut self, trace: Trace) {
+        if let (Some(hooks), Some(tracer), Some(ending)) =
+            (&self.hooks, &mut self.tracer, &trace.ending)
+            && trace.request.tracer == protocol::Tracer::Count
+        {
+            read_counts(hooks, tracer, &trace, (ending.lasted, true));
+        }
         let finished =
             self.tracer.as_mut().and_then(|tracer| tracer.finish(trace.client, Outbox::event));
         let (Some(finished), Some(ending)) = (finished, trace.ending) else { return };
@@ -434,6 +475,31 @@ fn failed(message: impl Into<String>) -> Refusal {
     Refusal::new(RefusalKind::Failed, message)
 }
 
+/// Gives a trace that counts what was counted in that time, for the last time or not.
+fn read_counts<'m>(
+    hooks: &Hooks<'m>,
+    tracer: &mut Tracer<'m, Outbox>,
+    trace: &Trace,
+    (elapsed, last): (Duration, bool),
+) {
+    let given = match tracer.counts(hooks, trace.client) {
+        None => return,
+        Some(Err(error)) => Err(io::Error::other(error)),
+        Some(Ok(news)) => {
+            let names: Vec<_> =
+                news.iter().map(|(index, _)| Arc::clone(tracer.function(*index))).collect();
+            let calls =
+                news.iter().zip(&names).map(|((index, calls), name)| (*index, *calls, name));
+            tracer
+                .sink_mut(trace.client)
+                .map_or(Ok(()), |outbox| outbox.counted((trace.functions, elapsed, last), calls))
+        }
+    };
+    if let Err(error) = given {
+        tracer.fail(trace.client, error);
+    }
+}
+
 /// The functions that are asked for.
 fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, SelectError> {
     let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
@@ -444,6 +510,7 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
     };
     Ok(match request.tracer {
         protocol::Tracer::Func => selection,
+        protocol::Tracer::Count => Selection { counts: true, ..selection },
         protocol::Tracer::Graph => selection.with_returns((&request.graph).into()),
     })
 }

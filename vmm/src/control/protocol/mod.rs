@@ -5,9 +5,11 @@
 
 use serde::{Deserialize, Serialize};
 
+mod counts;
 mod patches;
 mod traces;
 
+pub use counts::{COUNT_INTERVALS, CountRequest, Counted, MAX_COUNTED};
 pub use patches::{
     Function, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS,
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
@@ -76,7 +78,8 @@ pub enum Request {
         #[serde(default)]
         glob: Option<String>,
     },
-    /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], then [`Reply::End`].
+    /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], or of [`Reply::Counted`], then
+    /// [`Reply::End`].
     Trace(TraceRequest),
     /// Apply a payload: any number of [`Reply::Waiting`], then [`Reply::Patched`]. Its bytes follow.
     PatchApply(PatchRequest),
@@ -109,6 +112,8 @@ pub enum Reply {
     Armed(Box<Armed>),
     /// Calls follow.
     Batch(BatchHeader),
+    /// How often functions were called, in a trace that counts.
+    Counted(Counted),
     /// The trace is over, and its functions are put back unless someone else traces them.
     End(Box<End>),
     /// Nothing could be changed yet, and it is tried again.

@@ -9,6 +9,7 @@ use patcher::trace::tracer::Summary;
 use serde::{Deserialize, Serialize};
 
 use super::MAX_GLOBS;
+use super::counts::{COUNT_INTERVALS, CountRequest};
 
 /// What is to be traced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +28,9 @@ pub struct TraceRequest {
     /// What of calls and returns is wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "GraphRequest::is_all")]
     pub graph: GraphRequest,
+    /// When counts are wanted; of no meaning to other tracers.
+    #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
+    pub count: CountRequest,
 }
 
 impl TraceRequest {
@@ -43,6 +47,16 @@ impl TraceRequest {
             let message = "a greatest depth, functions that others are called from, and a threshold \
                            are for the tracer graph";
             return Err(message.into());
+        }
+        if self.tracer == Tracer::Count && self.method == Method::Trap {
+            return Err("calls are counted by the method call, not by traps".into());
+        }
+        if !COUNT_INTERVALS.contains(&self.count.interval_ms) {
+            return Err(format!(
+                "counts come every {} ms at most and every {} ms at least",
+                COUNT_INTERVALS.start(),
+                COUNT_INTERVALS.end()
+            ));
         }
         if self.tracer == Tracer::Graph && self.method == Method::Trap {
             let message = "returns are recorded only of calls that are noticed by the method call, \
@@ -109,12 +123,15 @@ pub enum Tracer {
     Func,
     /// Each call and each return.
     Graph,
+    /// How often each function is called.
+    Count,
 }
 
 impl From<Tracer> for sink::Tracer {
     fn from(tracer: Tracer) -> Self {
         match tracer {
-            Tracer::Func => Self::Function,
+            // What is counted is not recorded.
+            Tracer::Func | Tracer::Count => Self::Function,
             Tracer::Graph => Self::Graph,
         }
     }
@@ -284,7 +301,14 @@ impl From<&Summary> for Totals {
             lost: summary.lost.clone(),
             unwritten: summary.unwritten.clone(),
             late: summary.late,
-            corrupt: summary.corrupt.iter().map(ToString::to_string).collect(),
+            corrupt: (summary.corrupt.iter().map(ToString::to_string))
+                .chain((summary.set_back > 0).then(|| {
+                    format!(
+                        "counters of calls, which the guest has set back {} times",
+                        summary.set_back
+                    )
+                }))
+                .collect(),
             stops: summary.stops.iter().map(|stop| stop.total()).collect(),
             foreign: summary.reverted.as_ref().map_or(0, |reverted| reverted.foreign.len()),
         }

@@ -20,6 +20,7 @@ use super::protocol::*;
 use super::server::MAX_CONNECTIONS;
 use super::*;
 
+mod counts;
 mod patches;
 
 use patches::Patching;
@@ -104,6 +105,7 @@ fn request() -> TraceRequest {
         notrace: vec![],
         method: protocol::Method::Call,
         graph: protocol::GraphRequest::default(),
+        count: protocol::CountRequest::default(),
     }
 }
 
@@ -249,6 +251,7 @@ fn received(calls: &mut Calls) -> (Vec<(u64, String)>, End) {
             all.push((event.time_ns, event.function.to_string()));
         };
         match calls.next(take).unwrap() {
+            Message::Counted(_) => {}
             Message::Calls(_) => {}
             Message::End(end) => return (all, *end),
         }
