@@ -98,6 +98,14 @@ impl<'k> Names<'k> {
         call.or_else(|| Some((self.index_of(ip.wrapping_sub(1))?, true)))
     }
 
+    /// Whether a record with that may be of a return from a call that an earlier session has hooked, which
+    /// comes whenever it comes.
+    #[must_use]
+    pub fn may_be_earlier(&self, ip: u32) -> bool {
+        let text = self.kernel.text();
+        u64::from(ip.wrapping_sub(text.start.0 as u32)) <= text.end.0.saturating_sub(text.start.0)
+    }
+
     /// The name of the function with that index.
     #[must_use]
     pub fn function(&self, index: usize) -> &Arc<str> {

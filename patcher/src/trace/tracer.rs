@@ -15,7 +15,7 @@ use super::counts::Counts;
 use super::graph::Graph;
 use super::merge::Merger;
 use super::names::Names;
-use super::ring::{RingCorrupt, RingReader};
+use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::select::Selection;
 use super::sink::Event;
 use super::tasks::Tasks;
@@ -328,7 +328,10 @@ impl<'m, S> Tracer<'m, S> {
             while !reader.read(&window.memory, records, READ_AT_ONCE) {}
             // What no site can have written, the guest has.
             let names = &self.names;
-            let strange = records[before..].iter().position(|r| names.record_of(r.ip).is_none());
+            let is_strange = |record: &RawRecord| {
+                names.record_of(record.ip).is_none() && !names.may_be_earlier(record.ip)
+            };
+            let strange = records[before..].iter().position(is_strange);
             if let Some(strange) = strange {
                 let ip = records[before + strange].ip;
                 records.truncate(before + strange);

@@ -446,6 +446,57 @@ fn whatever_fails_once_the_union_is_armed_and_in_the_end_nothing() {
     }
 }
 
+#[test]
+fn a_return_that_an_earlier_session_waited_for_is_passed_over_and_what_nobody_writes_is_not() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (client, _) = add(&mut hooks, &mut tracer, &["vfs_read"]);
+    let window = traced.guest.region(Part::Rings).memory;
+    let rings = traced.region.rings();
+    let write = |ip: u32| {
+        let index = traced.reserve(0);
+        traced.fill(0, index, READ, 10 + index);
+        window.write_obj(ip, rings.slot_offset(0, index) + 8).unwrap();
+    };
+    write(traced.guest.functions[WRITE].pad.0 as u32 + 6);
+    traced.call(0, READ, 20);
+    tracer.drain(&hooks, keep);
+    assert_eq!(tracer.corrupt().count(), 0);
+    write(traced.kernel.text().end.0 as u32 + 0x10_0000);
+    tracer.drain(&hooks, keep);
+    assert!(matches!(tracer.corrupt().next(), Some(RingCorrupt::Function { cpu: 0, .. })));
+    let finished = end(&mut hooks, &mut tracer, client);
+    assert_eq!(times(&finished), [20]);
+}
+
+#[test]
+fn returns_go_to_those_who_want_them_and_functions_are_hooked_while_somebody_does() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (calls, _) = add(&mut hooks, &mut tracer, &["vfs_read"]);
+    let read = traced.guest.functions[READ].pad;
+    assert!(!hooks.want(read).returns);
+    let selection = Selection::beside(&hooks, &only(&["vfs_read"])).unwrap();
+    let selection = selection.with_returns(crate::trace::graph::Options::default());
+    let (graph, armed) = tracer.add(&mut hooks, &selection, Given::new()).unwrap();
+    assert_eq!((armed.functions, armed.written), (1, 1), "its chain is another");
+    assert!(hooks.want(read).returns);
+    traced.call(0, READ, 10);
+    let window = traced.guest.region(Part::Rings).memory;
+    let index = traced.reserve(0);
+    traced.fill(0, index, READ, 30);
+    let slot = traced.region.rings().slot_offset(0, index);
+    window.write_obj(read.0 as u32 + 6, slot + 8).unwrap();
+    tracer.drain(&hooks, keep);
+    let graph = end(&mut hooks, &mut tracer, graph);
+    assert!(!hooks.want(read).returns && hooks.want(read).traced.is_some());
+    let calls = end(&mut hooks, &mut tracer, calls);
+    assert_eq!((times(&calls), times(&graph)), (vec![10], vec![10, 30]));
+    assert_eq!(graph.summary.functions, [("vfs_read".into(), 1)]);
+    assert_eq!(graph.summary.outstanding, []);
+    assert!(!traced.is_armed(READ));
+}
+
 /// A guest's call of a function that is counted.
 fn count_call(traced: &Traced, hooks: &Hooks<'_>, function: usize) {
     let pad = traced.guest.functions[function].pad;
