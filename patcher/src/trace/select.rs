@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::filter::{Filter, FilterError};
 use crate::hook::{Hooks, Method};
-use crate::kernel::{Kernel, Pads, PadsError, Refused, Site};
+use crate::kernel::{Kernel, ModulesError, Pads, PadsError, Refused, Site};
 use crate::machine::Machine;
 
 /// The functions that are to be traced.
@@ -18,6 +18,8 @@ pub struct Selection {
     pub refused: Vec<Refused>,
     /// Pads that the kernel has, selected or not.
     pub pads: usize,
+    /// What they were chosen by, and those of modules that are loaded later will be.
+    pub filter: Filter,
 }
 
 /// No functions could be chosen.
@@ -30,6 +32,9 @@ pub enum SelectError {
     /// The filter names nothing.
     #[error(transparent)]
     Filter(#[from] FilterError),
+    /// The filter asks for functions of modules, and those can't be told.
+    #[error(transparent)]
+    Modules(#[from] ModulesError),
 }
 
 impl Selection {
@@ -53,6 +58,7 @@ impl Selection {
     /// # Errors
     /// [`SelectError`].
     pub fn beside(hooks: &Hooks<'_>, filter: &Filter) -> Result<Self, SelectError> {
+        check_modules(hooks, filter)?;
         Ok(Self::among(hooks.pads()?, filter)?)
     }
 
@@ -62,6 +68,7 @@ impl Selection {
     /// # Errors
     /// [`SelectError`].
     pub fn trapping(hooks: &Hooks<'_>, filter: &Filter) -> Result<Self, SelectError> {
+        check_modules(hooks, filter)?;
         let mut pads = hooks.pads()?;
         for glob in &filter.only {
             let name = glob.pattern();
@@ -92,7 +99,19 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { method: Method::Call, sites, refused, pads })
+        Ok(Self { method: Method::Call, sites, refused, pads, filter: filter.clone() })
+    }
+}
+
+/// Whoever waits for a module must be able to see it come.
+fn check_modules(hooks: &Hooks<'_>, filter: &Filter) -> Result<(), ModulesError> {
+    match filter.names_modules() {
+        // A list that just changes is no reason.
+        true => match hooks.kernel().modules(hooks.machine().ram()) {
+            Ok(_) | Err(ModulesError::Unsound { .. }) => Ok(()),
+            Err(error) => Err(error),
+        },
+        false => Ok(()),
     }
 }
 
