@@ -24,16 +24,17 @@ use std::time::{Duration, Instant};
 
 use crate::addr::Gva;
 use crate::arch::{PadBytes, PadLayout, assemble_stub, stub_ip};
-use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
+use crate::kernel::{Kernel, MappedRegion, ModuleCode, Pads, PadsError, Refusal, Refused, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::Left;
-use crate::region::Trap;
+use crate::region::{Part, Trap};
 
 mod chain;
 mod change;
 mod error;
 #[cfg(test)]
 pub(crate) mod place;
+mod presence;
 mod stops;
 #[cfg(test)]
 mod tests;
