@@ -243,7 +243,11 @@ impl<'m> Hooks<'m> {
         pads.sites.sort_by_key(|site| site.at);
         let far = far.into_iter();
         let why = Refusal::OutOfReach;
-        pads.refused.extend(far.map(|Site { name, at, .. }| Refused { name, at, why: why.clone() }));
+        pads.refused.extend(far.map(|Site { name, at, .. }| Refused {
+            name,
+            at,
+            why: why.clone(),
+        }));
         pads
     }
 

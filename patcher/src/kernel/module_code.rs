@@ -4,8 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::modules::{MAX_SYMBOLS, Module, ModuleState, ModulesError, Walk};
 use super::Kernel;
+use super::modules::{MAX_SYMBOLS, Module, ModuleState, ModulesError, Walk};
 use crate::addr::Gva;
 use crate::mem::PhysMem;
 

@@ -20,6 +20,8 @@ pub struct Pads {
     pub sites: Vec<Site>,
     /// Those that may not, likewise.
     pub refused: Vec<Refused>,
+    /// The modules whose pads are among them.
+    pub modules: Vec<Arc<Module>>,
 }
 
 /// A pad that may be written.
@@ -201,7 +203,8 @@ impl Kernel {
             }
             same
         });
-        let mut pads = Pads::default();
+        let modules = code.modules().cloned().collect();
+        let mut pads = Pads { modules, ..Pads::default() };
         pads.sites.reserve(records.len());
         let mut survey = Survey::new(self, ram, code);
         for record in &records {

@@ -4,10 +4,12 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::filter::Filter;
 use super::gaps::Gaps;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::sink::Event;
+use crate::hook::Method;
 use crate::machine::StopTimes;
 use crate::patch::Reverted;
 
@@ -64,10 +66,18 @@ pub(super) struct Client<S> {
     gaps: Vec<Gaps>,
     late: u64,
     last_time: u64,
+    later: Later,
+}
+
+/// What a client asks for of modules that are loaded later.
+#[derive(Debug, Clone)]
+pub(super) struct Later {
+    pub filter: Filter,
+    pub method: Method,
 }
 
 impl<S> Client<S> {
-    pub fn new(id: u64, sink: S, from: Vec<u64>, stops: Vec<StopTimes>) -> Self {
+    pub fn new(id: u64, sink: S, from: Vec<u64>, stops: Vec<StopTimes>, later: Later) -> Self {
         Self {
             id,
             sink,
@@ -83,12 +93,18 @@ impl<S> Client<S> {
             overrun: 0,
             late: 0,
             last_time: 0,
+            later,
         }
     }
 
     /// No record from these indices on, by CPU, is its own. Only the first call counts.
     pub fn end_at(&mut self, heads: Vec<u64>) {
         self.to.get_or_insert(heads);
+    }
+
+    /// What it asks for of modules that are loaded now; `None` once it has ended.
+    pub fn later(&self) -> Option<&Later> {
+        self.to.is_none().then_some(&self.later)
     }
 
     /// Indices of its records in the ring of `cpu`.

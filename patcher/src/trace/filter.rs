@@ -37,7 +37,8 @@ impl Glob {
         let negated = module.starts_with('!');
         let module = module.strip_prefix('!').unwrap_or(module);
         // The kernel has no `-` in the names of modules, whatever their files are called.
-        let module = if module.contains('[') { module.to_owned() } else { module.replace('-', "_") };
+        let module =
+            if module.contains('[') { module.to_owned() } else { module.replace('-', "_") };
         let module = if module.is_empty() { "*".to_owned() } else { module };
         Self {
             pattern: pattern.to_owned(),

@@ -1,5 +1,6 @@
 //! The names of the functions in a trace.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
@@ -7,7 +8,7 @@ use rustc_hash::FxHashMap;
 use super::ring::RawRecord;
 use super::sink::Name;
 use crate::addr::Gva;
-use crate::kernel::{Kernel, Site};
+use crate::kernel::{Kernel, ModuleCode, Site};
 
 /// Names the two addresses of a record.
 #[derive(Debug)]
@@ -22,8 +23,36 @@ pub struct Names<'k> {
     /// Of other addresses that records of a function may carry the low halves, and of the one that it
     /// was added with.
     aliases: FxHashMap<u32, u32>,
+    /// What functions were at the addresses in `by_ip` before: code of modules that are gone.
+    earlier: FxHashMap<u32, Vec<Earlier>>,
     callers: FxHashMap<u64, Named>,
+    /// The code of modules, and of such as are gone, first those that went first.
+    code: ModuleCode,
+    former: VecDeque<(ModuleCode, Heads)>,
+    /// Callers outside of the image, by their addresses and by which of `former` they lie in.
+    foreign_callers: FxHashMap<(u64, Option<usize>), Named>,
     next_id: u64,
+}
+
+/// The heads of all rings at some moment, by CPU: it divides the records of a trace.
+pub(super) type Heads = Arc<[u64]>;
+
+/// A function that was where another is now.
+#[derive(Debug)]
+struct Earlier {
+    index: u32,
+    /// Which records are its own; all, until it is known since when the other one is armed.
+    until: Option<Heads>,
+}
+
+impl Earlier {
+    fn owns(&self, record: &RawRecord) -> bool {
+        self.until.as_ref().is_none_or(|until| is_before(record, until))
+    }
+}
+
+fn is_before(record: &RawRecord, heads: &Heads) -> bool {
+    heads.get(usize::from(record.cpu)).is_some_and(|head| record.index < *head)
 }
 
 /// What a [`Name`] is made of.
@@ -44,6 +73,14 @@ impl Named {
 /// Callers remembered at most: a guest that writes records of its own can name four thousand million.
 const MAX_CALLERS: usize = 1 << 18;
 
+/// How many functions of modules that are gone are remembered of one address, and how many changes of
+/// modules: beyond that, records that nobody has read for so long get the names of what came later.
+const MAX_EARLIER: usize = 16;
+const MAX_FORMER: usize = 256;
+
+/// Functions remembered at most: a guest that loads modules for ever can have any number.
+pub(super) const MAX_FUNCTIONS: usize = 1 << 20;
+
 impl<'k> Names<'k> {
     /// Names for records of functions of this kernel, which are yet to be added.
     #[must_use]
@@ -55,13 +92,39 @@ impl<'k> Names<'k> {
             functions: Vec::new(),
             by_ip: FxHashMap::default(),
             aliases: FxHashMap::default(),
+            earlier: FxHashMap::default(),
             callers: FxHashMap::default(),
+            code: ModuleCode::default(),
+            former: VecDeque::new(),
+            foreign_callers: FxHashMap::default(),
             next_id: 0,
         }
     }
 
-    /// Adds the function of a site, whose records carry `ip`, and gives its index: they count from 0.
+    /// Adds the function of a site, whose records carry `ip`, and gives its index: they count from 0. One
+    /// that was there before keeps its index. What else was there before, in a module that is gone, keeps
+    /// its records until [`Names::divide`].
     pub fn add(&mut self, site: &Site, ip: Gva) -> usize {
+        let low = ip.0 as u32;
+        let is_it = |index: u32| {
+            let known = &self.functions[index as usize];
+            *known.text == *site.name && known.address == site.at
+        };
+        if let Some(now) = self.by_ip.get(&low).copied() {
+            if is_it(now) {
+                return now as usize;
+            }
+            let earlier = self.earlier.entry(low).or_default();
+            let known = earlier.iter().map(|earlier| earlier.index).find(|index| is_it(*index));
+            if earlier.len() >= MAX_EARLIER {
+                earlier.remove(0);
+            }
+            earlier.push(Earlier { index: now, until: None });
+            if let Some(index) = known {
+                self.by_ip.insert(low, index);
+                return index as usize;
+            }
+        }
         let index = self.functions.len();
         self.functions.push(Named {
             id: self.next_id,
@@ -87,34 +150,85 @@ impl<'k> Names<'k> {
         self.by_ip.get(&ip).or_else(alias).map(|index| *index as usize)
     }
 
+    /// The index of the function that wrote a record which carries `ip`.
+    #[must_use]
+    pub fn writer(&self, ip: u32, record: &RawRecord) -> Option<usize> {
+        if !self.earlier.is_empty()
+            && let Some(earlier) = self.earlier.get(&ip)
+            && let Some(earlier) = earlier.iter().find(|earlier| earlier.owns(record))
+        {
+            return Some(earlier.index as usize);
+        }
+        self.index_of(ip)
+    }
+
+    /// How many functions there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.functions.len()
+    }
+
+    /// Says that functions which were added since this was last called are armed since those heads.
+    pub fn divide(&mut self, heads: &Heads) {
+        for earlier in self.earlier.values_mut().flatten() {
+            earlier.until.get_or_insert_with(|| Arc::clone(heads));
+        }
+    }
+
+    /// The code of modules by which callers are named.
+    #[must_use]
+    pub fn code(&self) -> &ModuleCode {
+        &self.code
+    }
+
+    /// Takes other code of modules from those heads on.
+    pub fn set_code(&mut self, code: ModuleCode, heads: &Heads) {
+        let former = std::mem::replace(&mut self.code, code);
+        if self.former.len() >= MAX_FORMER {
+            self.former.pop_front();
+        }
+        self.former.push_back((former, Arc::clone(heads)));
+        self.foreign_callers.clear();
+    }
+
     /// The name of the function with that index.
     #[must_use]
     pub fn function(&self, index: usize) -> &Arc<str> {
         &self.functions[index].text
     }
 
-    /// The names of the function with that index and of the record's caller. A caller outside the
-    /// kernel's own image is named by its address.
+    /// The names of the function with that index and of the record's caller. A caller that is neither the
+    /// kernel's own nor a module's is named by its address.
     pub fn of(&mut self, record: &RawRecord, index: usize) -> (Name<'_>, Name<'_>) {
-        if self.callers.len() >= MAX_CALLERS {
+        if self.callers.len() + self.foreign_callers.len() >= MAX_CALLERS {
             self.callers.clear();
+            self.foreign_callers.clear();
         }
         let parent = match self.high_half {
             Some(high) => high | record.parent & u64::from(u32::MAX),
             None => record.parent,
         };
         let (kernel, next_id) = (self.kernel, &mut self.next_id);
-        let caller = self.callers.entry(parent).or_insert_with(|| {
-            let address = Gva(parent);
-            let (text, offset) = match kernel.symbols().lookup(address) {
-                Some(place) if kernel.image().range.contains(&address) => {
-                    (place.symbol.name.into(), place.offset)
-                }
-                _ => (format!("{address}").into(), 0),
-            };
+        let address = Gva(parent);
+        let mut named = |text: Arc<str>, offset| {
             *next_id += 1;
             Named { id: *next_id - 1, text, address, offset }
-        });
+        };
+        let caller = if kernel.image().range.contains(&address) {
+            self.callers.entry(parent).or_insert_with(|| match kernel.symbols().lookup(address) {
+                Some(place) => named(place.symbol.name.into(), place.offset),
+                None => named(format!("{address}").into(), 0),
+            })
+        } else {
+            let mut former = self.former.iter().enumerate();
+            let former = former.find(|(_, (_, until))| is_before(record, until));
+            let code = former.map_or(&self.code, |(_, (code, _))| code);
+            let key = (parent, former.map(|(number, _)| number));
+            self.foreign_callers.entry(key).or_insert_with(|| match code.lookup(address) {
+                Some(place) => named(place.to_string().into(), place.offset),
+                None => named(format!("{address}").into(), 0),
+            })
+        };
         (self.functions[index].name(), caller.name())
     }
 }

@@ -1,10 +1,11 @@
 //! Which of a kernel's functions are to be traced.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::filter::{Filter, FilterError};
 use crate::hook::{Hooks, Method};
-use crate::kernel::{Kernel, ModulesError, Pads, PadsError, Refused, Site};
+use crate::kernel::{Kernel, Module, ModulesError, Pads, PadsError, Refused, Site};
 use crate::machine::Machine;
 
 /// The functions that are to be traced.
@@ -20,6 +21,8 @@ pub struct Selection {
     pub pads: usize,
     /// What they were chosen by, and those of modules that are loaded later will be.
     pub filter: Filter,
+    /// The modules among whose functions they were chosen.
+    pub modules: Vec<Arc<Module>>,
 }
 
 /// No functions could be chosen.
@@ -91,7 +94,7 @@ impl Selection {
     /// # Errors
     /// The filter names nothing.
     pub fn among(pads: Pads, filter: &Filter) -> Result<Self, FilterError> {
-        let Pads { mut sites, mut refused } = pads;
+        let Pads { mut sites, mut refused, modules } = pads;
         let pads = sites.len() + refused.len();
         filter.check(
             sites.iter().map(|site| &*site.name),
@@ -99,7 +102,7 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { method: Method::Call, sites, refused, pads, filter: filter.clone() })
+        Ok(Self { method: Method::Call, sites, refused, pads, filter: filter.clone(), modules })
     }
 }
 

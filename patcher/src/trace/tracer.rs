@@ -9,7 +9,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::client::Client;
+use super::client::{Client, Later};
 use super::merge::Merger;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
@@ -19,12 +19,16 @@ use super::tasks::Tasks;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
 use crate::hook::{HookError, Hooks, ReleaseError, Want, Witness};
-use crate::kernel::Site;
+use crate::kernel::{PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Part, RingLayout};
 
+mod modules;
+
 pub use super::client::Summary;
+use modules::Modules;
+pub use modules::{ModuleChange, ModuleNews};
 
 /// How many clients can trace a guest at the same time.
 pub const MAX_CLIENTS: usize = 16;
@@ -46,6 +50,15 @@ pub enum ArmError {
     /// There are as many clients as there can be.
     #[error("the guest is traced by {MAX_CLIENTS} clients already; end one of them first")]
     TooManyClients,
+    /// The pads of modules that have come can't be listed.
+    #[error(transparent)]
+    Pads(#[from] PadsError),
+    /// Modules came and went for too long.
+    #[error(
+        "functions of too many modules have been traced one after the other; end this trace and \
+         begin another"
+    )]
+    TooManyFunctions,
 }
 
 /// How arming went.
@@ -94,6 +107,7 @@ pub struct Tracer<'m, S> {
     clients: [Option<Client<S>>; MAX_CLIENTS],
     next_id: u64,
     ticks: Ticks,
+    modules: Modules,
 }
 
 impl<'m, S> Tracer<'m, S> {
@@ -117,6 +131,7 @@ impl<'m, S> Tracer<'m, S> {
             clients: [const { None }; MAX_CLIENTS],
             next_id: 0,
             ticks: Ticks::new(machine.clock_hz()),
+            modules: Modules::new(),
         })
     }
 
@@ -129,11 +144,11 @@ impl<'m, S> Tracer<'m, S> {
 
     /// The addresses of the pads of functions that are traced, in no order, and for how many clients.
     pub fn armed_pads(&self, hooks: &Hooks<'m>) -> impl Iterator<Item = (Gva, u32)> {
-        let members = self.members.iter().filter(|member| {
+        let members = self.members.iter().enumerate().filter(|(index, member)| {
             let at = member.listed.at;
-            hooks.want(at).traced.is_some() && hooks.is_in_force(at)
+            self.is_there(*index) && hooks.want(at).traced.is_some() && hooks.is_in_force(at)
         });
-        members.map(|member| (member.listed.at, member.wanted_by.count_ones()))
+        members.map(|(_, member)| (member.listed.at, member.wanted_by.count_ones()))
     }
 
     /// Begins to trace the selected functions for a new client. Those that are not armed yet are, all
@@ -150,14 +165,16 @@ impl<'m, S> Tracer<'m, S> {
     ) -> Result<(ClientId, Armed), ArmError> {
         let free = self.clients.iter().position(Option::is_none);
         let slot = free.ok_or(ArmError::TooManyClients)?;
-        if selection.sites.is_empty() {
+        if selection.sites.is_empty() && !selection.filter.names_modules() {
             return Err(HookError::from(PlanError::Empty).into());
         }
-        if self.clients.iter().all(Option::is_none) {
+        let is_first = self.clients.iter().all(Option::is_none);
+        if is_first {
             // Nobody has read the rings for a while, and nobody needs what is in them.
             self.readers = self.fresh_readers()?;
             self.merger = Merger::default();
         }
+        self.meet_modules(hooks, is_first.then_some(&selection.modules));
         let wants: Vec<(&Site, Want)> = (selection.sites.iter())
             .map(|site| (site, hooks.want(site.at)))
             .filter(|(_, want)| want.traced.is_none())
@@ -170,6 +187,7 @@ impl<'m, S> Tracer<'m, S> {
         if changed.stops.is_empty() {
             look.after();
         }
+        self.names.divide(&heads(&self.readers).into());
         let armed = Armed {
             functions: indices.len(),
             written: changed.written,
@@ -177,14 +195,17 @@ impl<'m, S> Tracer<'m, S> {
             verify: changed.verify,
             write: changed.write,
         };
-        for index in indices {
+        for (site, index) in selection.sites.iter().zip(indices) {
             let member = &mut self.members[index];
             member.wanted_by |= 1 << slot;
             member.heard_by |= 1 << slot;
+            self.modules.note(site, index);
         }
         let id = self.next_id;
         self.next_id += 1;
-        self.clients[slot] = Some(Client::new(id, sink, heads(&self.readers), changed.stops));
+        let later = Later { filter: selection.filter.clone(), method: selection.method };
+        let heads = heads(&self.readers);
+        self.clients[slot] = Some(Client::new(id, sink, heads, changed.stops, later));
         Ok((ClientId(id), armed))
     }
 
@@ -197,7 +218,7 @@ impl<'m, S> Tracer<'m, S> {
         {
             return index;
         }
-        let index = index.unwrap_or_else(|| self.names.add(site, ip));
+        let index = self.names.add(site, ip);
         let member = Member { listed: site.clone(), wanted_by: 0, heard_by: 0 };
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
@@ -205,6 +226,13 @@ impl<'m, S> Tracer<'m, S> {
             None => self.members.push(member),
         }
         index
+    }
+
+    /// Whether a member is what is at its address, and not what was there in a module that is gone.
+    fn is_there(&self, index: usize) -> bool {
+        let listed = &self.members[index].listed;
+        let ip = record_ip(listed.at, &listed.original);
+        self.names.index_of(ip.0 as u32) == Some(index)
     }
 
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
@@ -224,9 +252,9 @@ impl<'m, S> Tracer<'m, S> {
         for member in &mut self.members {
             member.wanted_by &= !(1 << slot);
         }
-        let wants: Vec<(&Site, Want)> = (self.members.iter())
-            .filter(|member| member.wanted_by == 0)
-            .map(|member| (&member.listed, hooks.want(member.listed.at)))
+        let wants: Vec<(&Site, Want)> = (self.members.iter().enumerate())
+            .filter(|(index, member)| member.wanted_by == 0 && self.is_there(*index))
+            .map(|(_, member)| (&member.listed, hooks.want(member.listed.at)))
             .filter(|(_, want)| want.traced.is_some())
             .map(|(site, want)| (site, Want { traced: None, ..want }))
             .collect();
@@ -289,7 +317,7 @@ impl<'m, S> Tracer<'m, S> {
         let tasks = &mut self.tasks;
         let ticks = self.ticks;
         self.merger.pass(pending, Instant::now(), |record| {
-            let Some(index) = names.index_of(record.ip) else { return };
+            let Some(index) = names.writer(record.ip, record) else { return };
             let mut slots = members[index].heard_by;
             if slots == 0 {
                 return;
@@ -343,7 +371,7 @@ impl<'m, S> Tracer<'m, S> {
         let (names, members) = (&mut self.names, &mut self.members);
         let mut last: Vec<(RawRecord, usize)> = (self.merger.held().iter())
             .filter(|record| client.owns(record))
-            .filter_map(|record| Some((*record, names.index_of(record.ip)?)))
+            .filter_map(|record| Some((*record, names.writer(record.ip, record)?)))
             .filter(|(_, index)| members[*index].heard_by & 1 << slot != 0)
             .collect();
         last.sort_by_key(|(record, _)| record.time);
