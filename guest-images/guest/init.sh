@@ -3,6 +3,8 @@
 #
 #   vmm.beside=LIST    workloads that run beside everything else, as `work` reads them (guest/work.c)
 #   vmm.work=LIST      workloads that end before anything else happens
+#   vmm.script=FILE    a script of the initramfs that ends before anything else happens, behind the
+#                      workloads
 #   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, aff (the functions that
 #                      its ftrace can trace), dmesg, cpuinfo, modules, notes (those of the kernel's
 #                      ELF file, as they are), tasks (each one's /proc/PID/task/TID/stat)
@@ -25,12 +27,13 @@ for module in /lib/modules/*.ko; do
     [ -e "$module" ] && { insmod "$module" || echo "VMM-FAILED insmod $module"; }
 done
 
-beside= work= dump= dump_to=/dev/console after=poweroff
+beside= work= script= dump= dump_to=/dev/console after=poweroff
 read -r cmdline </proc/cmdline
 for word in $cmdline; do
     case $word in
     vmm.beside=*) beside=${word#*=} ;;
     vmm.work=*) work=${word#*=} ;;
+    vmm.script=*) script=${word#*=} ;;
     vmm.dump=*) dump=${word#*=} ;;
     vmm.dump-to=*) dump_to=${word#*=} ;;
     vmm.after=*) after=${word#*=} ;;
@@ -58,6 +61,7 @@ show() {
 echo VMM-INIT
 if [ -n "$beside" ]; then work "$beside" & fi
 if [ -n "$work" ]; then work "$work"; fi
+if [ -n "$script" ]; then sh "$script"; fi
 if [ -n "$dump" ]; then
     IFS=,
     {
