@@ -11,15 +11,27 @@ use std::ptr;
 
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
-use patcher::arch::{Arch, Logger, PidPlace, ReturnForm, TaskPlaces, Then};
-use patcher::region::{RegionWindow, RingLayout, rings_window_len};
+use patcher::arch::{
+    Arch, ByteOrder, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPlaces,
+    Then,
+};
+use patcher::region::{
+    PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RegionWindow,
+    ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
+};
 use vm_memory::VolatileSlice;
 
-/// Bytes of the page that holds pads and the trampoline.
+/// Bytes of the page that holds pads and what they call.
 const CODE_BYTES: usize = 4096;
 
-/// Where the trampoline is in the page; the pads are before it.
+/// Where the trampoline is in the page; the pads are before it. Behind it are that of functions whose
+/// returns are recorded, too, and what takes them. The stubs are behind the page.
 const TRAMPOLINE_AT: usize = 1024;
+const WITH_RETURN_AT: usize = 1536;
+const RETURN_HOOK_AT: usize = 2048;
+
+/// Bytes of the stubs and what they lead to.
+const RETURN_CODE_BYTES: usize = (RETURN_SLOTS as u64 * RETURN_STUB_BYTES) as usize + CODE_BYTES;
 
 /// What a CPU has in the page that its GS points to, beside its number: the address of its task, and the
 /// count that tells of preemption and interrupts.
@@ -44,6 +56,12 @@ pub enum Pad {
     Idle,
     /// A call of the trampoline.
     Armed,
+    /// The same, and the return is taken.
+    Returning,
+    /// The same; the function calls that with [`Pad::Returning`].
+    Nested,
+    /// The same; the function ends in a jump to that with [`Pad::Returning`].
+    Tail,
 }
 
 impl Pad {
@@ -52,6 +70,9 @@ impl Pad {
             Pad::Bare => 0,
             Pad::Idle => 64,
             Pad::Armed => 128,
+            Pad::Returning => 192,
+            Pad::Nested => 256,
+            Pad::Tail => 320,
         }
     }
 }
@@ -60,6 +81,8 @@ impl Pad {
 #[derive(Debug)]
 pub struct NativeGuest {
     code: LowMemory,
+    /// The region's data, with the calls at its end whose returns are taken.
+    data: LowMemory,
     rings: LowMemory,
     layout: RingLayout,
     gs: LowMemory,
@@ -104,7 +127,8 @@ impl NativeGuest {
     pub fn with_cpus(cpus: usize, ring_bytes: u64, clock: bool, task: bool) -> io::Result<Self> {
         let rings_len = rings_window_len(cpus, ring_bytes) as usize;
         let rings = LowMemory::new(rings_len)?;
-        let mut code = LowMemory::new(CODE_BYTES)?;
+        let data = LowMemory::new(PART_BYTES as usize)?;
+        let mut code = LowMemory::new(CODE_BYTES + RETURN_CODE_BYTES)?;
         // A page for each CPU that its GS points to, with the CPU number, 32 bits, at its beginning.
         let mut gs = LowMemory::new(cpus * CODE_BYTES)?;
         for cpu in 0..cpus {
@@ -134,19 +158,37 @@ impl NativeGuest {
         let trampoline = Gva(base + TRAMPOLINE_AT as u64);
         let bytes = X86_64.assemble_logger(trampoline, &logger).map_err(io::Error::other)?;
         code.write(TRAMPOLINE_AT, &bytes);
-        for pad in [Pad::Bare, Pad::Idle, Pad::Armed] {
+        let pool = ReturnPool {
+            at: Gva(data.address() + RETURN_POOL_OFFSET),
+            stubs: Gva(base + CODE_BYTES as u64),
+        };
+        write_return_code(&mut code, &logger, pool).map_err(io::Error::other)?;
+        let returning = Gva(base + WITH_RETURN_AT as u64);
+        for pad in [Pad::Bare, Pad::Idle, Pad::Armed, Pad::Returning, Pad::Nested, Pad::Tail] {
             let at = Gva(base + pad.offset() as u64);
-            let call = X86_64.encode_branch(at, trampoline).map_err(io::Error::other)?;
-            let instruction: &[u8] = match pad {
-                Pad::Bare => &[],
-                Pad::Idle => &[0x0f, 0x1f, 0x44, 0, 0],
-                Pad::Armed => &call,
+            let to = if pad == Pad::Armed { trampoline } else { returning };
+            let call = X86_64.encode_branch(at, to).map_err(io::Error::other)?;
+            let behind = at + call.len() as u64;
+            let inner = Gva(base + Pad::Returning.offset() as u64);
+            let inner = match pad {
+                Pad::Nested => X86_64.encode_branch(behind, inner),
+                _ => X86_64.encode_jump(behind, inner),
             };
-            code.write(pad.offset(), instruction);
-            code.write(pad.offset() + instruction.len(), &[0xc3]);
+            let inner = inner.map_err(io::Error::other)?;
+            let instructions: &[&[u8]] = match pad {
+                Pad::Bare => &[&[0xc3]],
+                Pad::Idle => &[&[0x0f, 0x1f, 0x44, 0, 0], &[0xc3]],
+                Pad::Armed | Pad::Returning => &[&call, &[0xc3]],
+                Pad::Nested => &[&call, &inner, &[0xc3]],
+                Pad::Tail => &[&call, &inner],
+            };
+            code.write(pad.offset(), &instructions.concat());
         }
         code.make_executable()?;
-        Ok(Self { code, rings, layout, gs, len: bytes.len() })
+        let guest = Self { code, data, rings, layout, gs, len: bytes.len() };
+        let memory = ReturnPoolMemory::new(&guest.data().memory, ByteOrder::Little);
+        memory.and_then(|memory| memory.lay_out(pool.stubs)).map_err(io::Error::other)?;
+        Ok(guest)
     }
 
     /// The CPU of that number.
@@ -184,6 +226,14 @@ impl NativeGuest {
         self.layout
     }
 
+    /// The region's data.
+    #[must_use]
+    pub fn data(&self) -> RegionWindow<'_> {
+        // SAFETY: as in `rings`.
+        let memory = unsafe { VolatileSlice::new(self.data.pointer.cast(), self.data.len) };
+        RegionWindow { gpa: Gpa(0), memory }
+    }
+
     /// The rings as a reader gets them.
     #[must_use]
     pub fn rings(&self) -> RegionWindow<'_> {
@@ -192,6 +242,42 @@ impl NativeGuest {
         let memory = unsafe { VolatileSlice::new(self.rings.pointer.cast(), self.rings.len) };
         RegionWindow { gpa: Gpa(0), memory }
     }
+}
+
+/// Writes what functions call whose returns are recorded, and what they return to.
+fn write_return_code(
+    code: &mut LowMemory,
+    logger: &Logger,
+    pool: ReturnPool,
+) -> Result<(), OutOfReach> {
+    let base = code.address();
+    let hook_at = Gva(base + RETURN_HOOK_AT as u64);
+    let hook = ReturnHook {
+        cpu_number: logger.cpu_number,
+        pool,
+        clock: false,
+        duties: RECORD_RETURN,
+        then: logger.then,
+    };
+    code.write(RETURN_HOOK_AT, &X86_64.assemble_return_hook(hook_at, &hook)?);
+    let logger = Logger { then: Then::Next(hook_at), ..*logger };
+    let at = Gva(base + WITH_RETURN_AT as u64);
+    code.write(WITH_RETURN_AT, &X86_64.assemble_logger(at, &logger)?);
+    let exit_at = pool.stub_range().end;
+    for index in 0..u64::from(RETURN_SLOTS) {
+        let at = pool.stubs + index * RETURN_STUB_BYTES;
+        code.write((at.0 - base) as usize, &X86_64.assemble_return_stub(at, exit_at)?);
+    }
+    let exit = ReturnExit {
+        cpu_number: logger.cpu_number,
+        rings: logger.rings,
+        clock: logger.clock,
+        task: logger.task,
+        pool,
+        returns: ReturnForm::Plain,
+    };
+    code.write((exit_at.0 - base) as usize, &X86_64.assemble_return_exit(exit_at, &exit)?);
+    Ok(())
 }
 
 /// Makes GS of this thread point to `base`.

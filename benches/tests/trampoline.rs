@@ -3,11 +3,14 @@
 #![allow(unsafe_code)]
 
 use std::arch::asm;
+use std::thread;
 
 use benches::native::{COUNT, FIRST_PID, NativeGuest, Pad};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{Arch, ByteOrder, TaskWords};
-use patcher::trace::ring::RingReader;
+use patcher::region::{RETURN_POOL_OFFSET, RETURN_SLOTS, ReturnPoolMemory};
+use patcher::trace::ring::{RawRecord, RingReader};
+use vm_memory::Bytes;
 
 /// Everything that a call may see or change.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
@@ -88,14 +91,11 @@ fn call_with(address: u64, before: &State) -> State {
     after
 }
 
-#[test]
-fn every_register_and_flag_is_as_it_was() {
-    let guest = NativeGuest::new(1 << 20, true).unwrap();
-    let mut calls = 0;
-    let mut reader =
-        RingReader::new(&guest.rings().memory, guest.layout(), 0, ByteOrder::Little).unwrap();
+/// Calls the function with that pad with every combination of the six arithmetic flags, and checks that
+/// all that it changes is the stack. Tells how often.
+fn call_with_every_flag(guest: &NativeGuest, pad: Pad) -> usize {
     for bits in 0..64_u64 {
-        // Every combination of the six arithmetic flags; the rest (IF and the fixed bit) as usual.
+        // The rest (IF and the fixed bit) as usual.
         let mut flags = 0x202;
         for (bit, flag) in [0, 2, 4, 6, 7, 11].into_iter().enumerate() {
             flags |= (bits >> bit & 1) << flag;
@@ -103,17 +103,44 @@ fn every_register_and_flag_is_as_it_was() {
         let registers =
             std::array::from_fn(|i| 0x0123_4567_89ab_cdef_u64.rotate_left(i as u32 * 4) ^ bits);
         let before = State { registers, flags };
-        let after = call_with(guest.address(Pad::Armed), &before);
-        assert_eq!(after.registers, before.registers);
-        assert_eq!(after.flags & ARITHMETIC, before.flags & ARITHMETIC, "flags {flags:#x}");
-        calls += 1;
+        let after = call_with(guest.address(pad), &before);
+        assert_eq!(after.registers, before.registers, "{pad:?}");
+        assert_eq!(after.flags & ARITHMETIC, before.flags & ARITHMETIC, "{pad:?} flags {flags:#x}");
     }
+    64
+}
+
+/// What was recorded since the reader was made.
+fn records(guest: &NativeGuest, reader: &mut RingReader) -> Vec<RawRecord> {
     let mut records = Vec::new();
     reader.look(&guest.rings().memory);
     assert!(reader.read(&guest.rings().memory, &mut records, usize::MAX));
+    records
+}
+
+fn reader(guest: &NativeGuest, cpu: usize) -> RingReader {
+    RingReader::new(&guest.rings().memory, guest.layout(), cpu, ByteOrder::Little).unwrap()
+}
+
+/// How many slots hold a call that has not returned.
+fn outstanding(guest: &NativeGuest) -> usize {
+    let pool = ReturnPoolMemory::new(&guest.data().memory, ByteOrder::Little).unwrap();
+    (0..RETURN_SLOTS).filter(|index| pool.slot(*index).placed).count()
+}
+
+fn behind(guest: &NativeGuest, pad: Pad) -> u32 {
+    guest.address(pad) as u32 + 5
+}
+
+#[test]
+fn every_register_and_flag_is_as_it_was() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    let calls = call_with_every_flag(&guest, Pad::Armed);
+    let records = records(&guest, &mut reader);
     assert_eq!(records.len(), calls);
     assert!(records.windows(2).all(|pair| pair[0].time < pair[1].time));
-    let behind_pad = guest.address(Pad::Armed) as u32 + 5;
+    let behind_pad = behind(&guest, Pad::Armed);
     assert!(records.iter().all(|record| record.ip == behind_pad && record.cpu == 0));
     // A process runs with interrupts on.
     let told = TaskWords { pid: FIRST_PID, irqs_off: false, preempt_count: COUNT };
@@ -128,12 +155,86 @@ fn every_register_and_flag_is_as_it_was() {
 #[test]
 fn an_idle_pad_records_nothing() {
     let guest = NativeGuest::new(1 << 20, true).unwrap();
-    let mut reader =
-        RingReader::new(&guest.rings().memory, guest.layout(), 0, ByteOrder::Little).unwrap();
+    let mut reader = reader(&guest, 0);
     guest.function(Pad::Bare)();
     guest.function(Pad::Idle)();
-    reader.look(&guest.rings().memory);
-    let mut records = Vec::new();
-    assert!(reader.read(&guest.rings().memory, &mut records, usize::MAX));
-    assert_eq!(records, []);
+    assert_eq!(records(&guest, &mut reader), []);
+}
+
+#[test]
+fn a_return_that_is_taken_leaves_every_register_and_flag_and_tells_what_was_returned() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    let calls = call_with_every_flag(&guest, Pad::Returning);
+    let records = records(&guest, &mut reader);
+    assert_eq!(records.len(), 2 * calls);
+    assert!(records.windows(2).all(|pair| pair[0].time < pair[1].time));
+    let caller = records[0].parent as u32;
+    for (bits, pair) in records.chunks(2).enumerate() {
+        let [call, back] = pair else { panic!("{pair:?}") };
+        assert_eq!((call.ip, call.parent as u32), (behind(&guest, Pad::Returning), caller));
+        assert_eq!((back.ip, back.parent), (call.ip + 1, 0x0123_4567_89ab_cdef ^ bits as u64));
+        assert_eq!(back.task, [FIRST_PID, COUNT]);
+    }
+    assert_eq!(outstanding(&guest), 0);
+}
+
+#[test]
+fn calls_in_calls_and_jumps_to_other_functions_return_in_their_order() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    for outer in [Pad::Nested, Pad::Tail] {
+        let calls = call_with_every_flag(&guest, outer);
+        let records = records(&guest, &mut reader);
+        let [outer, inner] = [outer, Pad::Returning].map(|pad| behind(&guest, pad));
+        assert_eq!(records.len(), 4 * calls);
+        for four in records.chunks(4) {
+            let order: Vec<u32> = four.iter().map(|record| record.ip).collect();
+            assert_eq!(order, [outer, inner, inner + 1, outer + 1]);
+        }
+    }
+    assert_eq!(outstanding(&guest), 0);
+}
+
+#[test]
+fn without_a_free_slot_a_call_returns_by_itself_and_is_counted() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let pool = ReturnPoolMemory::new(&guest.data().memory, ByteOrder::Little).unwrap();
+    // The list for all, and that of this CPU, end here.
+    let window = guest.data().memory;
+    window.write_obj(0_u64, RETURN_POOL_OFFSET as usize + 0x1000).unwrap();
+    let mut reader = reader(&guest, 0);
+    let calls = call_with_every_flag(&guest, Pad::Returning);
+    let records = records(&guest, &mut reader);
+    assert!(records.iter().all(|record| record.ip == behind(&guest, Pad::Returning)));
+    assert_eq!((records.len(), pool.missed()), (calls, calls as u64));
+}
+
+#[test]
+fn two_cpus_take_slots_from_one_list_and_give_all_of_them_back() {
+    const CALLS: usize = 200_000;
+    let guest = NativeGuest::with_cpus(2, 1 << 25, true, true).unwrap();
+    let mut readers = [0, 1].map(|cpu| reader(&guest, cpu));
+    let nested = guest.function(Pad::Nested);
+    thread::scope(|scope| {
+        for cpu in [0, 1] {
+            let cpu = guest.cpu(cpu);
+            scope.spawn(move || {
+                cpu.enlist().unwrap();
+                (0..CALLS).for_each(|_| nested());
+            });
+        }
+    });
+    let (outer, inner) = (behind(&guest, Pad::Nested), behind(&guest, Pad::Returning));
+    for reader in &mut readers {
+        let records = records(&guest, reader);
+        assert_eq!(records.len(), 4 * CALLS);
+        let mut fours = records.chunks(4);
+        assert!(fours.all(|four| {
+            [outer, inner, inner + 1, outer + 1].into_iter().eq(four.iter().map(|record| record.ip))
+        }));
+    }
+    let pool = ReturnPoolMemory::new(&guest.data().memory, ByteOrder::Little).unwrap();
+    assert_eq!((outstanding(&guest), pool.missed()), (0, 0));
+    assert_eq!(pool.free(2), RETURN_SLOTS, "every slot is in a list once");
 }

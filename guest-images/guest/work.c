@@ -9,6 +9,7 @@
  *   proc-read:FILE:N   N times open, read to the end, close: one call of FILE's show function each
  *   syscalls:N         N calls of getppid(2)
  *   forks:N            N children that end at once
+ *                      (proc-read, forks: with FILE in place of N, until FILE exists)
  *   faults:N           N page faults: first touches of anonymous memory, one page each
  *   spin:SECONDS       computes and calls nothing
  *   idle:SECONDS       sleeps
@@ -16,7 +17,8 @@
  *   threads:N          N threads that sleep, and never end
  *   scribble:ADDRESS:LENGTH:SECONDS
  *                      writes random words all over that guest-physical memory, through /dev/mem
- *   wait-console-line  prints VMM-READY and waits for a line on standard input
+ *   wait-console-line[:FILE]
+ *                      prints VMM-READY, waits for a line on standard input, and makes FILE then
  *   exec:PATH          runs a shell script
  *   shell              runs each line of standard input as a shell script, until one says "exit", and
  *                      prints "VMM-SHELL-END STATUS" behind what it prints
@@ -104,6 +106,20 @@ static long number(int index)
 	return value;
 }
 
+static int exists(const char *path)
+{
+	return access(path, F_OK) == 0;
+}
+
+/* Whether there is more to do when so much was done: the argument is a number, or a file to come. */
+static int is_more(int index, long done)
+{
+	const char *end = argument(index);
+	if (*end == '/')
+		return done % 64 != 0 || !exists(end);
+	return done < number(index);
+}
+
 static long milliseconds(void)
 {
 	struct timespec now;
@@ -121,9 +137,9 @@ static long nanoseconds(void)
 static long proc_read(void)
 {
 	const char *path = argument(0);
-	long count = number(1);
+	long count;
 	char buffer[4096];
-	for (long i = 0; i < count; i++) {
+	for (count = 0; is_more(1, count); count++) {
 		int file = open(path, O_RDONLY);
 		if (file < 0)
 			fail("open: %s", strerror(errno));
@@ -147,8 +163,8 @@ static long syscalls(void)
 
 static long forks(void)
 {
-	long count = number(0);
-	for (long i = 0; i < count; i++) {
+	long count;
+	for (count = 0; is_more(0, count); count++) {
 		pid_t child = fork();
 		if (child < 0)
 			fail("fork: %s", strerror(errno));
@@ -267,6 +283,15 @@ static long scribble(void)
 	return count;
 }
 
+/* Makes the file that others wait for, if one is named. */
+static long announce(void)
+{
+	int file = argument_count ? creat(argument(0), 0600) : 0;
+	if (file < 0)
+		fail("%s: %s", argument(0), strerror(errno));
+	return 1;
+}
+
 static long wait_console_line(void)
 {
 	char c;
@@ -274,7 +299,7 @@ static long wait_console_line(void)
 	say("VMM-READY\n");
 	while ((got = read(STDIN_FILENO, &c, 1)) == 1)
 		if (c == '\n' || c == '\r')
-			return 1;
+			return announce();
 	fail("the console ended before a line came");
 	return 0;
 }
@@ -323,11 +348,6 @@ static long shell(void)
 	}
 	fail("standard input ended without \"exit\"");
 	return 0;
-}
-
-static int exists(const char *path)
-{
-	return access(path, F_OK) == 0;
 }
 
 enum kind { OLD, NEW, WRONG, NONE };

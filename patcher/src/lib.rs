@@ -5,8 +5,8 @@
 //! terminal: an engine hands it a [`machine::Machine`], and that is all it ever sees of one.
 //!
 //! The modules stand on each other in this order, each using only those above it:
-//! [`addr`], [`mem`], [`journal`], [`region`], [`machine`], [`arch`], [`kernel`], [`patch`], [`hook`],
-//! [`trace`], [`livepatch`].
+//! [`addr`], [`mem`], [`journal`], [`region`], [`machine`], [`arch`], [`kernel`], [`stacks`],
+//! [`patch`], [`hook`], [`trace`], [`livepatch`].
 
 pub mod addr;
 pub mod arch;
@@ -18,6 +18,7 @@ pub mod machine;
 pub mod mem;
 pub mod patch;
 pub mod region;
+pub mod stacks;
 #[cfg(any(test, feature = "synthetic"))]
 pub mod synthetic;
 pub mod trace;

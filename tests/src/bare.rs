@@ -10,13 +10,16 @@ use std::time::{Duration, Instant};
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::{
-    Arch, Logger, PidPlace, ReturnForm, TaskPaths, TaskPlaces, TaskWords, Then, assemble_stub,
-    stub_ip, text_len,
+    Arch, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths, TaskPlaces, TaskWords,
+    Then, assemble_stub, stub_ip, text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
-use patcher::region::{CodeSpace, Part, RingLayout};
+use patcher::region::{
+    CodeSpace, Part, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES,
+    RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout,
+};
 use patcher::trace::ring::RingReader;
 
 /// Far longer than anything here takes.
@@ -28,11 +31,12 @@ pub const CPUS: usize = 2;
 /// Calls of each function from each processor in a round: `CALLS` of `bare/bare.c`.
 pub const CALLS: u64 = 8;
 
-/// Words of what is shared: rounds wanted, the one function that is called, and the processor that
-/// waits before each call.
+/// Words of what is shared: rounds wanted, the one function that is called, the processor that waits
+/// before each call, and whether functions may find another address to return to.
 const WANTED: u64 = 0;
 const ONLY: u64 = 2;
 const HELD: u64 = 3;
+const RETURNS: u64 = 4;
 
 /// `struct cpu` of `bare/bare.c`, in words of eight bytes.
 const CPU_WORDS: u64 = 8;
@@ -61,8 +65,13 @@ pub struct Driver<'m> {
     cpu_number: i32,
     task: TaskPlaces,
     rings: RingLayout,
+    region: RegionAt,
     code: CodeSpace,
     trampolines: BTreeMap<u16, Range<Gva>>,
+    /// The trampolines of functions whose returns are taken.
+    returning: BTreeMap<u16, Gva>,
+    /// Once there is one of those.
+    pool: Option<ReturnPool>,
     /// Functions with stubs, by the low half of the address that the records of these carry.
     stubs: BTreeMap<u32, String>,
     readers: Vec<RingReader>,
@@ -92,8 +101,11 @@ impl<'m> Driver<'m> {
             bare,
             cpu_number,
             rings,
+            region,
             code: CodeSpace::new(region.code, machine.region(Part::Code).memory.len() as u64),
             trampolines: BTreeMap::new(),
+            returning: BTreeMap::new(),
+            pool: None,
             stubs: BTreeMap::new(),
             readers: readers(machine, rings, arch),
             way_to_a_call: 0,
@@ -230,6 +242,82 @@ impl<'m> Driver<'m> {
             at..at + len
         };
         self.trampolines.entry(resume).or_insert_with(place).clone()
+    }
+
+    /// The trampoline for functions that go on so far behind the instruction that changes and whose
+    /// returns are taken.
+    fn returning_trampoline(&mut self, resume: u16) -> Gva {
+        if let Some(at) = self.returning.get(&resume) {
+            return *at;
+        }
+        let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
+        let place = |assemble: &dyn Fn(Gva) -> anyhow::Result<Vec<u8>>| {
+            code.place::<anyhow::Error>(&window, assemble).unwrap()
+        };
+        let go_on = Then::GoOn { behind: resume, form: ReturnForm::Plain };
+        let (cpu_number, rings, task) = (self.cpu_number, self.rings, self.task);
+        let data = self.region.code + Part::Data.offset();
+        let pool = *self.pool.get_or_insert_with(|| {
+            let at = data + RETURN_POOL_OFFSET;
+            let found = place(&|from| {
+                let stubs = Gva(from.0.next_multiple_of(RETURN_STUBS_ALIGN));
+                let pool = ReturnPool { at, stubs };
+                let returns = ReturnForm::Plain;
+                let exit = ReturnExit { cpu_number, rings, clock: true, task, pool, returns };
+                let mut code = vec![0; (stubs.0 - from.0) as usize];
+                let end = pool.stub_range().end;
+                for index in 0..u64::from(RETURN_SLOTS) {
+                    let stub = stubs + index * RETURN_STUB_BYTES;
+                    code.extend(arch.assemble_return_stub(stub, end)?);
+                }
+                code.extend(arch.assemble_return_exit(end, &exit)?);
+                Ok(code)
+            });
+            let stubs = Gva(found.0.next_multiple_of(RETURN_STUBS_ALIGN));
+            let window = self.machine.region(Part::Data).memory;
+            let memory = ReturnPoolMemory::new(&window, arch.byte_order()).unwrap();
+            memory.lay_out(stubs).unwrap();
+            ReturnPool { at, stubs }
+        });
+        let hook = ReturnHook { cpu_number, pool, clock: true, duties: RECORD_RETURN, then: go_on };
+        let hook = place(&|at| Ok(arch.assemble_return_hook(at, &hook)?));
+        let then = Then::Next(hook);
+        let logger = Logger { cpu_number, rings, clock: true, task, then };
+        let at = place(&|at| Ok(arch.assemble_logger(at, &logger)?));
+        self.returning.insert(resume, at);
+        at
+    }
+
+    /// The sites of functions whose returns are taken.
+    ///
+    /// # Panics
+    /// If the pad of one may not be written.
+    pub fn returning(&mut self, names: &[&str]) -> Vec<Site> {
+        let mut sites = self.sites(names);
+        for (site, name) in sites.iter_mut().zip(names) {
+            let resume = self.judge(name).unwrap().layout.resume;
+            let trampoline = self.returning_trampoline(resume);
+            site.replacement = self.arch.encode_branch(site.at, trampoline).unwrap();
+        }
+        sites
+    }
+
+    /// Whether the guest is to put up with functions that find another address to return to.
+    pub fn allow_other_returns(&self, may_be: bool) {
+        self.set(RETURNS, may_be.into());
+    }
+
+    /// How many calls have not returned, how many slots are free, and how many calls found none.
+    ///
+    /// # Panics
+    /// If no return was ever taken.
+    #[must_use]
+    pub fn slots(&self) -> (usize, u32, u64) {
+        let window = self.machine.region(Part::Data).memory;
+        let memory = ReturnPoolMemory::new(&window, self.arch.byte_order()).unwrap();
+        assert_eq!(memory.stubs(), self.pool.map(|pool| pool.stubs));
+        let placed = (0..RETURN_SLOTS).filter(|index| memory.slot(*index).placed).count();
+        (placed, memory.free(CPUS), memory.missed())
     }
 
     /// The sites of functions whose pads may be written.
@@ -414,6 +502,14 @@ impl<'m> Driver<'m> {
     pub fn recorded(&mut self) -> BTreeMap<String, [u64; CPUS]> {
         let window = self.machine.region(Part::Rings);
         let mut counts = BTreeMap::new();
+        let (functions, stubs) = (&self.functions, &self.stubs);
+        let name_of = |ip: u32| {
+            let behind = |function: &&BareFunction| {
+                function.pad + self.arch.pad_len() as u64 == u64::from(ip)
+            };
+            let from = functions.iter().find(behind);
+            from.map(|from| &from.name).or_else(|| stubs.get(&ip))
+        };
         for (cpu, reader) in self.readers.iter_mut().enumerate() {
             let mut records = Vec::new();
             reader.look(&window.memory);
@@ -421,11 +517,14 @@ impl<'m> Driver<'m> {
             assert_eq!((reader.lost(), reader.corrupt()), (0, None));
             for record in records {
                 let words = [(record.parent >> 32) as u32, record.task[0], record.task[1]];
-                assert_eq!(self.arch.task_words(words), task_of(self.arch, cpu), "{record:x?}");
-                let from = self.functions.iter().find(|function| {
-                    function.pad + self.arch.pad_len() as u64 == u64::from(record.ip)
-                });
-                let name = from.map(|from| &from.name).or_else(|| self.stubs.get(&record.ip));
+                let (told, task) = (self.arch.task_words(words), task_of(self.arch, cpu));
+                if let Some(name) = name_of(record.ip.wrapping_sub(1)) {
+                    assert_eq!((told.pid, told.preempt_count), (task.pid, task.preempt_count));
+                    counts.entry(format!("{name} returns")).or_insert([0; CPUS])[cpu] += 1;
+                    continue;
+                }
+                assert_eq!(told, task, "{record:x?}");
+                let name = name_of(record.ip);
                 let name = name.unwrap_or_else(|| panic!("{record:x?} names no function"));
                 counts.entry(name.clone()).or_insert([0; CPUS])[cpu] += 1;
             }

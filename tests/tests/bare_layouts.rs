@@ -12,7 +12,7 @@ use patcher::arch::x86_64::X86_64;
 use patcher::kernel::Refusal;
 use patcher::machine::{Machine, Stopped};
 use patcher::patch::{Patchset, Reverted, VerifyError};
-use patcher::region::Part;
+use patcher::region::{Part, RETURN_SLOTS};
 use tests::bare::{CALLS, CPUS, Driver, RegionAt};
 use tests::redirects;
 use vmm::devices::Console;
@@ -229,6 +229,8 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
     all_functions_are_armed_and_put_back_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
     redirects::check(&mut driver, &idle, expected.busy);
+    returns_are_taken_under_load(&mut driver, &idle, expected.busy);
+    assert_eq!(driver.text(), untouched);
     what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
     assert_eq!(driver.text(), untouched);
     for name in expected.probed_beside {
@@ -311,6 +313,32 @@ fn all_functions_are_armed_and_put_back_under_load(
     driver.disarm(&applied);
     let expected = idle.iter().map(|name| ((*name).to_owned(), calls(3))).collect();
     assert_eq!(driver.recorded(), expected);
+}
+
+fn returns_are_taken_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u64) {
+    let names: Vec<&str> = idle.iter().filter(|name| !driver.signs(name)).copied().collect();
+    let sites = driver.returning(&names);
+    driver.forget_recorded();
+    driver.allow_other_returns(true);
+    let applied = driver.arm(sites.clone());
+    driver.run(3);
+    driver.disarm(&applied);
+    let both =
+        |name: &&str| [((*name).to_owned(), calls(3)), (format!("{name} returns"), calls(3))];
+    assert_eq!(driver.recorded(), names.iter().flat_map(both).collect());
+
+    // Both processors are anywhere at all.
+    driver.ask(busy);
+    for _ in 0..50 {
+        let applied = driver.arm(sites.clone());
+        driver.disarm(&applied);
+        driver.check();
+    }
+    driver.wait();
+    driver.forget_recorded();
+    assert_eq!(driver.slots(), (0, RETURN_SLOTS, 0), "calls out, slots free, calls without one");
+    driver.allow_other_returns(false);
+    driver.run(1);
 }
 
 fn what_is_not_known_is_refused_and_nothing_is_written(driver: &mut Driver<'_>, idle: &[&str]) {

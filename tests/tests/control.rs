@@ -141,7 +141,7 @@ fn answer(socket: &Path, words: &[u8]) -> String {
 
 /// Whatever is said on the socket, the guest's process answers with an error and lives on.
 fn abuse(socket: &Path) {
-    let hello = b"{\"vmm\":\"control\",\"versions\":[2]}\n";
+    let hello = b"{\"vmm\":\"control\",\"versions\":[3]}\n";
     let after_hello = |words: &[u8]| [&hello[..], words].concat();
     for (words, kind) in [
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "malformed"),

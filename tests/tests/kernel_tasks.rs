@@ -9,7 +9,7 @@ use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::Gva;
 use patcher::kernel::{Kernel, Task};
-use patcher::livepatch::{StackCheck, Stander, Watched};
+use patcher::stacks::{StackCheck, Stander, Watched};
 use tests::capture::Captured;
 
 struct Guest {

@@ -6,13 +6,14 @@ use std::io;
 
 use guest_images::{Architecture, Initramfs, Series, kernel_for};
 use patcher::hook::Hooks;
-use patcher::kernel::MappedRegion;
+use patcher::kernel::{MappedRegion, Site};
+use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::Selection;
 use patcher::trace::sink::Event;
 use patcher::trace::tracer::{ModuleChange, Tracer};
 use tests::emulated::{Folder, LONG, engine, wait_for_kernel, wait_until};
-use tests::guest::{Transcript, text};
+use tests::guest::Transcript;
 use vmm::devices::Console;
 use vmm::qemu::{GuestExit, Launch, Qemu};
 
@@ -78,7 +79,12 @@ fn modules_are_traced_in_turn(architecture: Architecture, series: Series) {
     qemu.start().unwrap();
     let kernel = wait_for_kernel(&qemu);
     let region = MappedRegion::new(&qemu, &kernel).unwrap();
-    let before = text(&qemu, &kernel).unwrap();
+    // Its jump labels a guest changes as it likes; its pads it leaves alone.
+    let own_pads = || -> Vec<Site> {
+        let sites = kernel.pads(qemu.ram()).unwrap().sites;
+        sites.into_iter().filter(|site| site.module.is_none()).collect()
+    };
+    let before = own_pads();
 
     let mut hooks = Hooks::new(&qemu, &kernel, &region);
     let mut tracer = Tracer::new(&mut hooks).unwrap();
@@ -108,7 +114,7 @@ fn modules_are_traced_in_turn(architecture: Architecture, series: Series) {
         qemu.exit().is_some() || transcript.text().contains("MODULES-DONE")
     });
     tracer.remove(&mut hooks, client).unwrap();
-    assert!(text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
+    assert!(own_pads() == before, "the pads are not what they were");
     let finished = tracer.finish(client, Counts::take).unwrap();
     let (summary, counts) = (finished.summary, finished.sink);
     println!("{:#?}\n{:?}", counts.0, summary.reverted);
@@ -119,7 +125,6 @@ fn modules_are_traced_in_turn(architecture: Architecture, series: Series) {
     assert_eq!(unloaded.get("loop"), Some(&ROUNDS));
     assert_eq!(counts.of("lo_ioctl [loop]"), ROUNDS * USES);
     assert_eq!(counts.of("brd_submit_bio [brd]"), ROUNDS * USES);
-    // What a module calls is called by it.
     drop(hooks);
     let exit = qemu.wait(Some(LONG));
     let text = transcript.text();

@@ -11,7 +11,7 @@ use object::elf;
 
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
-use crate::region::RingLayout;
+use crate::region::{RETURN_STUB_BYTES, ReturnPool, RingLayout};
 
 pub mod aarch64;
 mod layout;
@@ -228,6 +228,30 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// The rings, the return thunk or the next piece of code are farther from `at` than an instruction
     /// reaches.
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach>;
+
+    /// The piece of code that takes the return of the function in front of which it is executed, to be
+    /// placed at `at`. It preserves every register and flag but for the address to return to.
+    ///
+    /// # Errors
+    /// The pool of slots or what is executed behind it is farther from `at` than an instruction reaches.
+    fn assemble_return_hook(&self, at: Gva, hook: &ReturnHook) -> Result<Vec<u8>, OutOfReach>;
+
+    /// The code behind all stubs, to be placed at `at`. It preserves every register and flag that the
+    /// function's caller may look at.
+    ///
+    /// # Errors
+    /// The pool of slots or the rings are farther from `at` than an instruction reaches.
+    fn assemble_return_exit(&self, at: Gva, exit: &ReturnExit) -> Result<Vec<u8>, OutOfReach>;
+
+    /// The stub at `at`, which functions return to, and which leads to the code at `exit`.
+    ///
+    /// # Errors
+    /// That is farther away than the instruction reaches.
+    fn assemble_return_stub(
+        &self,
+        at: Gva,
+        exit: Gva,
+    ) -> Result<[u8; RETURN_STUB_BYTES as usize], OutOfReach>;
 
     /// The number by which ELF files name the architecture (`e_machine`).
     fn elf_machine(&self) -> u16;
@@ -600,6 +624,38 @@ pub struct Logger {
     pub task: TaskPlaces,
     /// What is executed behind it.
     pub then: Then,
+}
+
+/// What a piece of code that takes the return of a function is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReturnHook {
+    /// As in a [`Logger`].
+    pub cpu_number: i32,
+    /// Where slots come from.
+    pub pool: ReturnPool,
+    /// Whether the slot tells the time of the call.
+    pub clock: bool,
+    /// What is to be done at the return: [`RECORD_RETURN`](crate::region::RECORD_RETURN).
+    pub duties: u32,
+    /// What is executed behind it.
+    pub then: Then,
+}
+
+/// What the code that functions return to, by way of their stubs, is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReturnExit {
+    /// As in a [`Logger`].
+    pub cpu_number: i32,
+    /// Where the rings are.
+    pub rings: RingLayout,
+    /// Whether the clock is read; records carry time 0 if not.
+    pub clock: bool,
+    /// Where it finds what it records of the task; what is not known is recorded as 0.
+    pub task: TaskPlaces,
+    /// Where the slots are.
+    pub pool: ReturnPool,
+    /// How the guest's functions return.
+    pub returns: ReturnForm,
 }
 
 /// What is executed behind a piece of code that a pad leads to. Registers and stack are then as they

@@ -7,17 +7,23 @@
 
 use std::collections::BTreeMap;
 
-use super::{HookError, Hooks};
+use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
-use crate::arch::{Logger, PadLayout, ReturnForm, TaskPlaces, Then};
+use crate::arch::{Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then};
 use crate::kernel::RecordedTask;
-use crate::region::Part;
+use crate::region::{Part, RECORD_RETURN, ReturnPool};
 
 /// A piece of code that can be in a chain. Two that are equal are the same code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Piece {
     /// Records the call.
     Logger(Then),
+    /// Takes the return of the call, with these duties.
+    ReturnHook {
+        /// See [`ReturnHook::duties`].
+        duties: u32,
+        then: Then,
+    },
 }
 
 /// What is known of a kernel for the sake of pieces.
@@ -34,6 +40,8 @@ pub(super) struct Chains {
     /// None until something is traced.
     ground: Option<Ground>,
     pieces: BTreeMap<Piece, Gva>,
+    /// None until a return is taken.
+    pub(super) pool: Option<ReturnPool>,
 }
 
 impl Hooks<'_> {
@@ -43,7 +51,7 @@ impl Hooks<'_> {
     /// # Errors
     /// [`HookError`]; the guest's text is not touched.
     pub fn prepare_tracing(&mut self) -> Result<(), HookError> {
-        self.chain(PadLayout::SINGLE.resume).map(drop)
+        self.chain(Want::default(), PadLayout::SINGLE.resume).map(drop)
     }
 
     /// What records tell of tasks, and why not the rest; `None` until something is traced.
@@ -57,10 +65,14 @@ impl Hooks<'_> {
     }
 
     /// What a pad has to call so that the calls of its function, which goes on so far behind the pad's
-    /// instruction, are recorded.
-    pub(super) fn chain(&mut self, behind: u16) -> Result<Gva, HookError> {
+    /// instruction, are recorded as `want` says.
+    pub(super) fn chain(&mut self, want: Want, behind: u16) -> Result<Gva, HookError> {
         let form = self.ground()?.returns;
-        self.piece(Piece::Logger(Then::GoOn { behind, form }))
+        let mut then = Then::GoOn { behind, form };
+        if want.returns {
+            then = Then::Next(self.piece(Piece::ReturnHook { duties: RECORD_RETURN, then })?);
+        }
+        self.piece(Piece::Logger(then))
     }
 
     fn ground(&mut self) -> Result<&Ground, HookError> {
@@ -88,9 +100,29 @@ impl Hooks<'_> {
                 let logger = Logger { cpu_number, rings, clock: true, task, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_logger(at, &logger)?))?
             }
+            Piece::ReturnHook { duties, then } => {
+                let pool = self.return_pool()?;
+                let cpu_number = self.ground()?.cpu_number;
+                let hook = ReturnHook { cpu_number, pool, clock: false, duties, then };
+                self.place(|at| Ok(self.kernel.arch().assemble_return_hook(at, &hook)?))?
+            }
         };
         self.chains.pieces.insert(piece, at);
         Ok(at)
+    }
+
+    /// What functions return to whose returns are taken, once there are any.
+    pub(super) fn return_exit(&mut self, pool: ReturnPool) -> Result<ReturnExit, HookError> {
+        let rings = self.region.rings();
+        let ground = self.ground()?;
+        Ok(ReturnExit {
+            cpu_number: ground.cpu_number,
+            rings,
+            clock: true,
+            task: ground.recorded.places(),
+            pool,
+            returns: ground.returns,
+        })
     }
 
     /// Places code that nothing leads to yet.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::HeldBack;
+use super::{HeldBack, ReturnPoolError};
 use crate::arch::OutOfReach;
 use crate::journal::JournalError;
 use crate::kernel::{CpuNumberError, ReturnFormError};
@@ -38,6 +38,17 @@ pub enum HookError {
         /// What stands in front of its pad.
         prefix: &'static str,
     },
+    /// The return of this function can't be taken.
+    #[error("the returns of {function} can't be recorded: {why}; leave it out with -n {function}")]
+    ReturnNotTaken {
+        /// The function.
+        function: Box<str>,
+        /// Why not.
+        why: &'static str,
+    },
+    /// No returns can be taken.
+    #[error(transparent)]
+    ReturnPool(#[from] ReturnPoolError),
     /// What is to be redirected has no pad.
     #[error("{0} can't be redirected: it has no pad")]
     NoPad(Box<str>),

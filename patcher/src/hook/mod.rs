@@ -12,6 +12,8 @@
 //! | no | yes | jumps to the new function | |
 //! | either way | yes | jumps to a stub | which calls the chain and jumps to the new function |
 //!
+//! Where the returns of a function's calls are recorded, too, its chain has one more piece.
+//!
 //! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
 //! is executed from a copy in the region that jumps back behind it.
 //!
@@ -35,7 +37,9 @@ mod error;
 #[cfg(test)]
 pub(crate) mod place;
 mod presence;
+mod returns;
 mod stops;
+mod sweep;
 #[cfg(test)]
 mod tests;
 mod traps;
@@ -43,6 +47,9 @@ mod traps;
 use chain::Chains;
 use change::Step;
 pub use error::{HookError, ReleaseError};
+pub use returns::{ReturnPoolError, takes_return};
+use sweep::Sweeper;
+pub use sweep::{Outstanding, SweepError, Swept};
 
 /// How calls of a function are noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -61,6 +68,8 @@ pub struct Want {
     pub traced: Option<Method>,
     /// The function that is called in place of its own.
     pub redirect: Option<Gva>,
+    /// Whether its returns are recorded as well as its calls, if it is traced by calls.
+    pub returns: bool,
 }
 
 /// Somebody who looks at the guest while it stands for a change of wants.
@@ -119,6 +128,8 @@ pub struct Stub {
     pub ip: Gva,
     /// The function that it jumps to.
     pub to: Gva,
+    /// Whether the function's returns are recorded, too.
+    pub returns: bool,
 }
 
 /// What is known of a pad.
@@ -167,6 +178,7 @@ pub struct Hooks<'m> {
     kernel: &'m Kernel,
     region: &'m MappedRegion,
     chains: Chains,
+    sweeper: Sweeper,
     stubs: Vec<Stub>,
     hooks: BTreeMap<Gva, Hook>,
     /// Traps that are or may be in the guest.
@@ -184,6 +196,7 @@ impl<'m> Hooks<'m> {
             kernel,
             region,
             chains: Chains::default(),
+            sweeper: Sweeper::default(),
             stubs: Vec::new(),
             hooks: BTreeMap::new(),
             traps: BTreeMap::new(),
@@ -291,19 +304,22 @@ impl<'m> Hooks<'m> {
     }
 
     /// The stub for the pad at `pad` if its function is redirected to `to` and traced.
-    fn stub(&mut self, pad: Gva, to: Gva) -> Result<Gva, HookError> {
-        if let Some(known) = self.stubs.iter().find(|stub| stub.pad == pad && stub.to == to) {
+    fn stub(&mut self, pad: Gva, to: Gva, want: Want) -> Result<Gva, HookError> {
+        let mut stubs = self.stubs.iter();
+        let is_it = |stub: &&Stub| (stub.pad, stub.to, stub.returns) == (pad, to, want.returns);
+        if let Some(known) = stubs.find(is_it) {
             return Ok(known.at);
         }
         let arch = self.kernel.arch();
-        let logger = self.chain(PadLayout::SINGLE.resume)?;
+        let chain = self.chain(want, PadLayout::SINGLE.resume)?;
         let mut len = 0;
         let at = self.place(|at| {
-            let code = assemble_stub(arch, at, logger, to)?;
+            let code = assemble_stub(arch, at, chain, to)?;
             len = code.len() as u64;
             Ok(code)
         })?;
-        self.stubs.push(Stub { pad, at, len, ip: stub_ip(arch, at), to });
+        let (ip, returns) = (stub_ip(arch, at), want.returns);
+        self.stubs.push(Stub { pad, at, len, ip, to, returns });
         Ok(at)
     }
 
@@ -312,13 +328,18 @@ impl<'m> Hooks<'m> {
         let arch = self.kernel.arch();
         if site.is_unpadded() {
             return match want {
-                Want { traced: None, redirect: None } => Ok(site.original),
+                Want { traced: None, redirect: None, .. } => Ok(site.original),
                 Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
                 Want { .. } => self.trap(site),
             };
         }
         if want.traced.is_some() {
             self.prepare_tracing()?;
+        }
+        if want.returns
+            && let Err(why) = takes_return(site)
+        {
+            return Err(HookError::ReturnNotTaken { function: site.name.clone(), why });
         }
         if want.redirect.is_some() && site.prefix.signs {
             return Err(HookError::Signed {
@@ -330,10 +351,10 @@ impl<'m> Hooks<'m> {
             (None, None) => site.original,
             (Some(Method::Trap), None) => self.trap(site)?,
             (Some(Method::Call), None) => {
-                arch.encode_branch(site.at, self.chain(site.layout.resume)?)?
+                arch.encode_branch(site.at, self.chain(want, site.layout.resume)?)?
             }
             (None, Some(to)) => arch.encode_jump(site.at, to)?,
-            (Some(_), Some(to)) => arch.encode_jump(site.at, self.stub(site.at, to)?)?,
+            (Some(_), Some(to)) => arch.encode_jump(site.at, self.stub(site.at, to, want)?)?,
         })
     }
 }

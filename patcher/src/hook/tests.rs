@@ -42,10 +42,10 @@ fn branch_of(at: Gva, bytes: &[u8]) -> (Gva, bool) {
     (target, bytes[0] == 0xe8)
 }
 
-const TRACED: Want = Want { traced: Some(Method::Call), redirect: None };
+const TRACED: Want = Want { traced: Some(Method::Call), redirect: None, returns: false };
 
 fn redirected(to: Gva) -> Want {
-    Want { traced: None, redirect: Some(to) }
+    Want { redirect: Some(to), ..Want::default() }
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn a_pad_does_what_it_is_wanted_for() {
     assert!(is_call);
     change(&mut hooks, redirected(place.target(0)));
     assert_eq!(place.branch(0), (place.target(0), false));
-    change(&mut hooks, Want { traced: Some(Method::Call), redirect: Some(place.target(0)) });
+    change(&mut hooks, Want { redirect: Some(place.target(0)), ..TRACED });
     let [stub] = hooks.stubs() else { panic!("{:?}", hooks.stubs()) };
     assert_eq!(place.branch(0), (stub.at, false));
     assert_eq!((stub.pad, stub.to, stub.ip), (site.at, place.target(0), stub.at + 5));
@@ -75,7 +75,7 @@ fn a_pad_does_what_it_is_wanted_for() {
     assert_eq!(branch_of(stub.ip, &code[5..]), (place.target(0), false));
     // The same stub serves again.
     change(&mut hooks, TRACED);
-    change(&mut hooks, Want { traced: Some(Method::Call), redirect: Some(place.target(0)) });
+    change(&mut hooks, Want { redirect: Some(place.target(0)), ..TRACED });
     assert_eq!(hooks.stubs().len(), 1);
     change(&mut hooks, Want::default());
     assert_eq!(place.pads(), place.originals());
@@ -214,7 +214,7 @@ proptest! {
                 }
                 Change::Several(all) => for (function, traced, to) in all {
                     let redirect = to.map(|nth| place.target(nth));
-                    model[function] = Want { traced, redirect };
+                    model[function] = Want { traced, redirect, returns: false };
                 },
             }
             let wants: Vec<_> = FUNCTIONS.into_iter()
@@ -229,20 +229,20 @@ proptest! {
             for function in FUNCTIONS {
                 let site = &place.sites[function];
                 match model[function] {
-                    Want { traced: None, redirect: None } => {
+                    Want { traced: None, redirect: None, .. } => {
                         prop_assert_eq!(place.pad(function), site.original);
                     }
-                    Want { traced: Some(Method::Call), redirect: None } => {
+                    Want { traced: Some(Method::Call), redirect: None, .. } => {
                         prop_assert!(place.branch(function).1);
                     }
-                    Want { traced: Some(Method::Trap), redirect: None } => {
+                    Want { traced: Some(Method::Trap), redirect: None, .. } => {
                         let pad = place.pad(function);
                         prop_assert_eq!((&pad[..2], &pad[2..]), (&[0xe6, 0xe8][..], &site.original[2..]));
                     }
-                    Want { traced: None, redirect: Some(to) } => {
+                    Want { traced: None, redirect: Some(to), .. } => {
                         prop_assert_eq!(place.branch(function), (to, false));
                     }
-                    Want { traced: Some(_), redirect: Some(to) } => {
+                    Want { traced: Some(_), redirect: Some(to), .. } => {
                         let stub = hooks.stubs().iter().find(|s| s.pad == site.at && s.to == to);
                         prop_assert_eq!(place.branch(function), (stub.unwrap().at, false));
                     }
@@ -277,7 +277,7 @@ impl Drop for File {
 /// What happens to these functions one after the other in the tests of faults and of kills.
 fn story(place: &Place) -> Vec<Vec<(&Site, Want)>> {
     let [a, b, c, _] = &place.sites[..] else { panic!("there are four") };
-    let both = Want { traced: Some(Method::Call), redirect: Some(place.target(0)) };
+    let both = Want { redirect: Some(place.target(0)), ..TRACED };
     vec![
         vec![(a, TRACED), (b, TRACED)],
         vec![(a, both), (b, both), (c, redirected(place.target(1)))],

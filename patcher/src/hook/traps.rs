@@ -198,7 +198,7 @@ mod tests {
         let found = Selection::trapping(&hooks, &only(&["without_a_pad"])).unwrap();
         assert_eq!((found.sites.len(), found.method), (1, Method::Trap));
         // And they can be trapped only.
-        let want = Want { traced: None, redirect: Some(kernel.text().start) };
+        let want = Want { redirect: Some(kernel.text().start), ..Want::default() };
         let result =
             hooks.change(&[(&found.sites[0], want)], crate::patch::Foreign::Refuse, &mut ());
         assert!(matches!(result, Err(HookError::NoPad(name)) if &*name == "without_a_pad"));

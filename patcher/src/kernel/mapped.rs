@@ -11,7 +11,8 @@ use crate::journal::{Journal, JournalError, PartMark, PayloadMarks, RegionMark};
 use crate::machine::Machine;
 use crate::mem::{MemError, PhysMem};
 use crate::region::{
-    CodeSpace, Part, PayloadSpace, RegionError, RegionWindow, RingLayout, TEXT_OFFSET,
+    CodeSpace, Part, PayloadSpace, RETURN_POOL_OFFSET, RegionError, RegionWindow, ReturnPoolMemory,
+    RingLayout, TEXT_OFFSET,
 };
 
 /// The region, mapped into a kernel's address space.
@@ -80,6 +81,8 @@ impl MappedRegion {
             payloads: PayloadMarks { executed, ..PayloadMarks::default() },
         };
         let region = Self::of(machine, &mark)?;
+        let data = machine.region(Part::Data).memory;
+        ReturnPoolMemory::new(&data, kernel.arch().byte_order())?.forget()?;
         if let Some(journal) = journal {
             // Before the first entry is made: none is ever taken away again.
             journal.note_region(mark)?;
@@ -98,9 +101,10 @@ impl MappedRegion {
         let RegionMark { code, constants, data, rings, .. } = *mark;
         let trampolines = code.len.min(TEXT_OFFSET);
         let text = code.at + trampolines..code.at + code.len;
+        let variables = data.at..data.at + data.len.min(RETURN_POOL_OFFSET);
         Ok(Self {
             code: CodeSpace::with_code(code.at, trampolines, mark.used),
-            payloads: PayloadSpace::new(text, whole(constants), whole(data), mark.payloads),
+            payloads: PayloadSpace::new(text, whole(constants), variables, mark.payloads),
             rings: RingLayout::new(rings.at, rings.len, machine.vcpus())?,
             parts,
         })

@@ -124,6 +124,12 @@ pub enum Refusal {
     /// It has no pad, and lies or may lie in code that is entered on a user's stack or page tables.
     #[error("the function has no pad, and is or may be the kernel's entry code")]
     Entry,
+    /// It can be traced, but its returns not, which are wanted.
+    #[error("its returns can't be recorded: {why}")]
+    NoReturn {
+        /// Why not.
+        why: &'static str,
+    },
     /// It goes on in another page.
     #[error("it crosses into another page")]
     CrossesPage,
@@ -138,6 +144,7 @@ impl Refusal {
     pub fn label(&self) -> &'static str {
         match self {
             Refusal::GuestTraces { .. } => "traced by the guest",
+            Refusal::NoReturn { .. } => "of which returns can't be recorded",
             Refusal::Changing => "probed or being changed by the guest",
             Refusal::Several => "of short instructions",
             Refusal::NotYet => "not prepared yet",

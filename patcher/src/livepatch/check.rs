@@ -11,7 +11,9 @@ use crate::addr::{Gpa, Gva};
 use crate::journal::PayloadMarks;
 use crate::kernel::offline::{OfflineKernel, OfflinePad, OfflinePadsError};
 use crate::kernel::{Kernel, ReturnFormError};
-use crate::region::{PART_BYTES, Part, PayloadSizes, PayloadSpace, RegionError, TEXT_OFFSET};
+use crate::region::{
+    PART_BYTES, Part, PayloadSizes, PayloadSpace, RETURN_POOL_OFFSET, RegionError, TEXT_OFFSET,
+};
 use crate::trace::filter::Glob;
 
 /// What a payload is checked for beside what it says itself.
@@ -252,7 +254,7 @@ fn check_reach(kernel: &Kernel, resolved: &Resolved) -> Result<(), CheckError> {
         let part = |part: Part| at + part.offset();
         let text = part(Part::Code) + TEXT_OFFSET..part(Part::Code) + PART_BYTES;
         let constants = part(Part::Constants)..part(Part::Constants) + PART_BYTES;
-        let data = part(Part::Data)..part(Part::Data) + PART_BYTES;
+        let data = part(Part::Data)..part(Part::Data) + RETURN_POOL_OFFSET;
         let space = PayloadSpace::new(text, constants, data, PayloadMarks::default());
         let placement = space.reserve(resolved.sizes(), None)?;
         resolved.link(&placement).map_err(|source| CheckError::Link { at, source })?;

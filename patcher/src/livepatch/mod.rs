@@ -2,7 +2,7 @@
 //!
 //! A [`Payload`] is read from the file alone. [`Payload::resolve`] finds in a kernel's symbols what it
 //! replaces and what it refers to. [`Resolved::link`] makes the bytes for given addresses.
-//! A [`StackCheck`] tells who stands in the code that is to be replaced. [`Patches`] puts all of it
+//! A [`StackCheck`](crate::stacks::StackCheck) tells who stands in the code that is to be replaced. [`Patches`] puts all of it
 //! together: patches that are applied, stacked and reverted.
 
 mod check;
@@ -16,7 +16,6 @@ mod remarks;
 mod replace;
 mod resolve;
 mod sections;
-mod stacks;
 #[cfg(test)]
 mod tests;
 
@@ -34,4 +33,3 @@ pub use remarks::Remark;
 pub use replace::Replacement;
 pub use resolve::{KernelView, Resolved};
 pub use sections::{OPTIONS_SECTION, SectionPart};
-pub use stacks::{StackCheck, StackCheckError, StackError, Stander, Watched};

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::filter::Filter;
 use super::gaps::Gaps;
+use super::graph::Graph;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::sink::Event;
@@ -29,8 +30,14 @@ pub struct Summary {
     pub late: u64,
     /// Rings that the guest has spoilt.
     pub corrupt: Vec<RingCorrupt>,
-    /// Calls of every function that was called, most first.
+    /// Calls of every function that was called, most first; of a trace with a threshold, returns.
     pub functions: Vec<(Arc<str>, u64)>,
+    /// Calls that have not returned, by function, most first.
+    pub outstanding: Vec<(Arc<str>, u64)>,
+    /// Calls that have returned although no return of theirs was seen.
+    pub lost_returns: u64,
+    /// Returns of which no call was seen, behind records that were lost.
+    pub lost_calls: u64,
     /// The stops that this client was the reason of.
     pub stops: Vec<StopTimes>,
     /// What disarming found, once it was done.
@@ -50,6 +57,8 @@ impl Summary {
 pub(super) struct Client<S> {
     pub id: u64,
     pub sink: S,
+    /// Its open calls, if it is given returns.
+    pub graph: Option<Graph>,
     /// The records between these indices, by CPU, are its own if they are of its functions.
     from: Vec<u64>,
     to: Option<Vec<u64>>,
@@ -57,8 +66,9 @@ pub(super) struct Client<S> {
     pub reverted: Option<Reverted>,
     /// Why its sink is given nothing any more.
     pub failure: Option<io::Error>,
-    /// Calls by index of the function.
+    /// Calls by index of the function, or returns where those alone are given out.
     calls: Vec<u64>,
+    counts_returns: bool,
     events: u64,
     overrun: u64,
     lost: Vec<u64>,
@@ -74,13 +84,24 @@ pub(super) struct Client<S> {
 pub(super) struct Later {
     pub filter: Filter,
     pub method: Method,
+    /// Whether it is given returns.
+    pub returns: bool,
 }
 
 impl<S> Client<S> {
-    pub fn new(id: u64, sink: S, from: Vec<u64>, stops: Vec<StopTimes>, later: Later) -> Self {
+    pub fn new(
+        id: u64,
+        sink: S,
+        graph: Option<Graph>,
+        from: Vec<u64>,
+        stops: Vec<StopTimes>,
+        later: Later,
+    ) -> Self {
+        let counts_returns = graph.as_ref().is_some_and(Graph::has_threshold);
         Self {
             id,
             sink,
+            graph,
             lost: vec![0; from.len()],
             gaps: from.iter().map(|_| Gaps::default()).collect(),
             from,
@@ -89,6 +110,7 @@ impl<S> Client<S> {
             reverted: None,
             failure: None,
             calls: Vec::new(),
+            counts_returns,
             events: 0,
             overrun: 0,
             late: 0,
@@ -126,6 +148,9 @@ impl<S> Client<S> {
             if overlap > 0 {
                 self.lost[cpu] += overlap;
                 self.gaps[cpu].lost(lost.end.min(own.end), overlap);
+                if let Some(graph) = &mut self.graph {
+                    graph.lose();
+                }
             }
         }
     }
@@ -157,7 +182,7 @@ impl<S> Client<S> {
                 if index >= self.calls.len() {
                     self.calls.resize(index + 1, 0);
                 }
-                self.calls[index] += 1;
+                self.calls[index] += u64::from(event.kind.is_call() != self.counts_returns);
                 self.late += u64::from(event.time_ns < self.last_time);
                 self.last_time = self.last_time.max(event.time_ns);
             }
@@ -181,9 +206,10 @@ impl<S> Client<S> {
     pub fn summary(&self, readers: &[RingReader], names: &Names<'_>) -> Summary {
         let pending = readers.iter().enumerate();
         let called = self.calls.iter().enumerate().filter(|(_, calls)| **calls > 0);
-        let mut functions: Vec<_> =
-            called.map(|(index, calls)| (Arc::clone(names.function(index)), *calls)).collect();
-        functions.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
+        let functions = most_first(names, called.map(|(index, calls)| (index, *calls)));
+        let outstanding = self.graph.as_ref().map(Graph::outstanding).unwrap_or_default();
+        let outstanding = outstanding.into_iter().map(|(index, calls)| (index as usize, calls));
+        let (lost_returns, lost_calls) = self.graph.as_ref().map_or((0, 0), Graph::unmatched);
         Summary {
             events: self.events,
             overrun: self.overrun,
@@ -192,8 +218,22 @@ impl<S> Client<S> {
             late: self.late,
             corrupt: readers.iter().filter_map(RingReader::corrupt).cloned().collect(),
             functions,
+            outstanding: most_first(names, outstanding),
+            lost_returns,
+            lost_calls,
             stops: self.stops.clone(),
             reverted: self.reverted.clone(),
         }
     }
+}
+
+/// Calls by the names of their functions, which are told by their indices.
+fn most_first(
+    names: &Names<'_>,
+    calls: impl Iterator<Item = (usize, u64)>,
+) -> Vec<(Arc<str>, u64)> {
+    let named = calls.map(|(index, calls)| (Arc::clone(names.function(index)), calls));
+    let mut named: Vec<_> = named.collect();
+    named.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
+    named
 }

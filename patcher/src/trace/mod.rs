@@ -7,6 +7,8 @@ mod client;
 mod context;
 pub mod filter;
 mod gaps;
+pub mod graph;
+mod kind;
 pub mod merge;
 mod names;
 

@@ -1,6 +1,5 @@
 //! The names of the functions in a trace.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
@@ -20,17 +19,16 @@ pub struct Names<'k> {
     functions: Vec<Named>,
     /// Indices in `functions`, by the low half of the address behind the site's instruction.
     by_ip: FxHashMap<u32, u32>,
+    /// Those with the same indices, by where they begin.
+    by_beginning: FxHashMap<u64, u32>,
     /// Of other addresses that records of a function may carry the low halves, and of the one that it
     /// was added with.
     aliases: FxHashMap<u32, u32>,
     /// What functions were at the addresses in `by_ip` before: code of modules that are gone.
     earlier: FxHashMap<u32, Vec<Earlier>>,
     callers: FxHashMap<u64, Named>,
-    /// The code of modules, and of such as are gone, first those that went first.
+    /// The code of modules; of one that is gone until others come.
     code: ModuleCode,
-    former: VecDeque<(ModuleCode, Heads)>,
-    /// Callers outside of the image, by their addresses and by which of `former` they lie in.
-    foreign_callers: FxHashMap<(u64, Option<usize>), Named>,
     next_id: u64,
 }
 
@@ -73,10 +71,9 @@ impl Named {
 /// Callers remembered at most: a guest that writes records of its own can name four thousand million.
 const MAX_CALLERS: usize = 1 << 18;
 
-/// How many functions of modules that are gone are remembered of one address, and how many changes of
-/// modules: beyond that, records that nobody has read for so long get the names of what came later.
+/// How many functions of modules that are gone are remembered of one address: beyond that, records that
+/// nobody has read for so long get the names of what came later.
 const MAX_EARLIER: usize = 16;
-const MAX_FORMER: usize = 256;
 
 /// Functions remembered at most: a guest that loads modules for ever can have any number.
 pub(super) const MAX_FUNCTIONS: usize = 1 << 20;
@@ -91,12 +88,11 @@ impl<'k> Names<'k> {
                 .then(|| kernel.text().start.0 & !u64::from(u32::MAX)),
             functions: Vec::new(),
             by_ip: FxHashMap::default(),
+            by_beginning: FxHashMap::default(),
             aliases: FxHashMap::default(),
             earlier: FxHashMap::default(),
             callers: FxHashMap::default(),
             code: ModuleCode::default(),
-            former: VecDeque::new(),
-            foreign_callers: FxHashMap::default(),
             next_id: 0,
         }
     }
@@ -133,6 +129,7 @@ impl<'k> Names<'k> {
             offset: site.at.0.wrapping_sub(site.function.0),
         });
         self.by_ip.insert(ip.0 as u32, index as u32);
+        self.by_beginning.insert(site.function.0, index as u32);
         self.next_id += 1;
         index
     }
@@ -150,9 +147,16 @@ impl<'k> Names<'k> {
         self.by_ip.get(&ip).or_else(alias).map(|index| *index as usize)
     }
 
-    /// The index of the function that wrote a record which carries `ip`.
+    /// The index of the function whose record that is, and whether it is of a return: these carry one more
+    /// than the records of calls, which no site's do.
     #[must_use]
-    pub fn writer(&self, ip: u32, record: &RawRecord) -> Option<usize> {
+    pub fn record_of(&self, record: &RawRecord) -> Option<(usize, bool)> {
+        let call = self.writer(record.ip, record).map(|index| (index, false));
+        call.or_else(|| Some((self.writer(record.ip.wrapping_sub(1), record)?, true)))
+    }
+
+    /// The index of the function that wrote a record which carries `ip`.
+    fn writer(&self, ip: u32, record: &RawRecord) -> Option<usize> {
         if !self.earlier.is_empty()
             && let Some(earlier) = self.earlier.get(&ip)
             && let Some(earlier) = earlier.iter().find(|earlier| earlier.owns(record))
@@ -181,14 +185,11 @@ impl<'k> Names<'k> {
         &self.code
     }
 
-    /// Takes other code of modules from those heads on.
-    pub fn set_code(&mut self, code: ModuleCode, heads: &Heads) {
-        let former = std::mem::replace(&mut self.code, code);
-        if self.former.len() >= MAX_FORMER {
-            self.former.pop_front();
-        }
-        self.former.push_back((former, Arc::clone(heads)));
-        self.foreign_callers.clear();
+    /// Takes other code of modules: callers are named by it from here on.
+    pub fn set_code(&mut self, code: ModuleCode) {
+        self.code = code;
+        let image = &self.kernel.image().range;
+        self.callers.retain(|address, _| image.contains(&Gva(*address)));
     }
 
     /// The name of the function with that index.
@@ -197,38 +198,42 @@ impl<'k> Names<'k> {
         &self.functions[index].text
     }
 
-    /// The names of the function with that index and of the record's caller. A caller that is neither the
-    /// kernel's own nor a module's is named by its address.
-    pub fn of(&mut self, record: &RawRecord, index: usize) -> (Name<'_>, Name<'_>) {
-        if self.callers.len() + self.foreign_callers.len() >= MAX_CALLERS {
-            self.callers.clear();
-            self.foreign_callers.clear();
-        }
-        let parent = match self.high_half {
-            Some(high) => high | record.parent & u64::from(u32::MAX),
-            None => record.parent,
+    /// The names of the function with that index and of its caller, of which the record of the call
+    /// has `parent`. A caller that is neither the kernel's own nor a module's is named by its address, and
+    /// one that is not known by 0.
+    pub fn of(&mut self, parent: Option<u64>, index: usize) -> (Name<'_>, Name<'_>) {
+        let caller = match (parent, self.high_half) {
+            (None, _) => 0,
+            (Some(parent), Some(high)) => high | parent & u64::from(u32::MAX),
+            (Some(parent), None) => parent,
         };
+        self.learn_caller(caller);
+        (self.functions[index].name(), self.callers[&caller].name())
+    }
+
+    /// The index of the function that begins at that address.
+    #[must_use]
+    pub fn index_of_beginning(&self, begins: u64) -> Option<u32> {
+        self.by_beginning.get(&begins).copied()
+    }
+
+    fn learn_caller(&mut self, parent: u64) {
+        if self.callers.len() >= MAX_CALLERS {
+            self.callers.clear();
+        }
         let (kernel, next_id) = (self.kernel, &mut self.next_id);
-        let address = Gva(parent);
-        let mut named = |text: Arc<str>, offset| {
+        let code = &self.code;
+        self.callers.entry(parent).or_insert_with(|| {
+            let address = Gva(parent);
+            let in_image = kernel.image().range.contains(&address);
+            let place = kernel.symbols().lookup(address).filter(|_| in_image);
+            let (text, offset) = match (place, code.lookup(address)) {
+                (Some(place), _) => (place.symbol.name.into(), place.offset),
+                (None, Some(place)) if !in_image => (place.to_string().into(), place.offset),
+                _ => (format!("{address}").into(), 0),
+            };
             *next_id += 1;
             Named { id: *next_id - 1, text, address, offset }
-        };
-        let caller = if kernel.image().range.contains(&address) {
-            self.callers.entry(parent).or_insert_with(|| match kernel.symbols().lookup(address) {
-                Some(place) => named(place.symbol.name.into(), place.offset),
-                None => named(format!("{address}").into(), 0),
-            })
-        } else {
-            let mut former = self.former.iter().enumerate();
-            let former = former.find(|(_, (_, until))| is_before(record, until));
-            let code = former.map_or(&self.code, |(_, (code, _))| code);
-            let key = (parent, former.map(|(number, _)| number));
-            self.foreign_callers.entry(key).or_insert_with(|| match code.lookup(address) {
-                Some(place) => named(place.to_string().into(), place.offset),
-                None => named(format!("{address}").into(), 0),
-            })
-        };
-        (self.functions[index].name(), caller.name())
+        });
     }
 }

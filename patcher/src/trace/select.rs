@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::filter::{Filter, FilterError};
-use crate::hook::{Hooks, Method};
-use crate::kernel::{Kernel, Module, ModulesError, Pads, PadsError, Refused, Site};
+use super::graph;
+use crate::hook::{Hooks, Method, takes_return};
+use crate::kernel::{Kernel, Module, ModulesError, Pads, PadsError, Refusal, Refused, Site};
 use crate::machine::Machine;
 
 /// The functions that are to be traced.
@@ -13,6 +14,8 @@ use crate::machine::Machine;
 pub struct Selection {
     /// How those are to be traced that are not traced yet.
     pub method: Method,
+    /// What of their calls and returns is given out; `None` if it is calls only.
+    pub graph: Option<graph::Options>,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -89,6 +92,20 @@ impl Selection {
         Ok(Self { method: Method::Trap, ..Self::among(pads, filter)? })
     }
 
+    /// The same functions, of which returns are wanted as well; those are refused of which they can't be
+    /// recorded.
+    #[must_use]
+    pub fn with_returns(self, options: graph::Options) -> Self {
+        let Self { sites, mut refused, .. } = self;
+        let (sites, others): (Vec<Site>, Vec<Site>) =
+            sites.into_iter().partition(|site| takes_return(site).is_ok());
+        refused.extend(others.into_iter().filter_map(|site| {
+            let why = takes_return(&site).err()?;
+            Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
+        }));
+        Self { graph: Some(options), sites, refused, ..self }
+    }
+
     /// Chooses among these pads.
     ///
     /// # Errors
@@ -102,7 +119,8 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { method: Method::Call, sites, refused, pads, filter: filter.clone(), modules })
+        let filter = filter.clone();
+        Ok(Self { method: Method::Call, graph: None, sites, refused, pads, filter, modules })
     }
 }
 

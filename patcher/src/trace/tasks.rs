@@ -130,6 +130,11 @@ impl<'k> Tasks<'k> {
         self.kernel.arch().task_words([(record.parent >> 32) as u32, task, count])
     }
 
+    /// The number of a record's task; `None` if records do not tell.
+    pub fn pid(&self, record: &RawRecord) -> Option<u32> {
+        self.places.pid.map(|_| self.words(record).pid)
+    }
+
     /// What a record says of its task and its context.
     pub fn of(&mut self, record: &RawRecord) -> (Option<Task<'_>>, Option<Context>) {
         let words = self.words(record);

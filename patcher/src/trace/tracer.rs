@@ -10,15 +10,16 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use super::client::{Client, Later};
+use super::graph::Graph;
 use super::merge::Merger;
 use super::names::Names;
-use super::ring::{RawRecord, RingCorrupt, RingReader};
+use super::ring::{RingCorrupt, RingReader};
 use super::select::Selection;
 use super::sink::Event;
 use super::tasks::Tasks;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
-use crate::hook::{HookError, Hooks, ReleaseError, Want, Witness};
+use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
 use crate::kernel::{PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
@@ -29,6 +30,10 @@ mod modules;
 pub use super::client::Summary;
 use modules::Modules;
 pub use modules::{ModuleChange, ModuleNews};
+
+mod events;
+
+use events::{Ticks, Told};
 
 /// How many clients can trace a guest at the same time.
 pub const MAX_CLIENTS: usize = 16;
@@ -175,10 +180,11 @@ impl<'m, S> Tracer<'m, S> {
             self.merger = Merger::default();
         }
         self.meet_modules(hooks, is_first.then_some(&selection.modules));
+        let returns = selection.graph.is_some();
         let wants: Vec<(&Site, Want)> = (selection.sites.iter())
             .map(|site| (site, hooks.want(site.at)))
-            .filter(|(_, want)| want.traced.is_none())
-            .map(|(site, want)| (site, Want { traced: Some(selection.method), ..want }))
+            .filter(|(_, want)| want.traced.is_none() || returns && !want.returns)
+            .map(|(site, want)| (site, wanted_too(want, selection)))
             .collect();
         let indices: Vec<usize> =
             selection.sites.iter().map(|site| self.member(site, hooks)).collect();
@@ -195,7 +201,7 @@ impl<'m, S> Tracer<'m, S> {
             verify: changed.verify,
             write: changed.write,
         };
-        for (site, index) in selection.sites.iter().zip(indices) {
+        for (site, &index) in selection.sites.iter().zip(&indices) {
             let member = &mut self.members[index];
             member.wanted_by |= 1 << slot;
             member.heard_by |= 1 << slot;
@@ -203,9 +209,20 @@ impl<'m, S> Tracer<'m, S> {
         }
         let id = self.next_id;
         self.next_id += 1;
-        let later = Later { filter: selection.filter.clone(), method: selection.method };
+        let graph = selection.graph.as_ref().map(|options| {
+            let is_root = |index: &usize| {
+                options.functions.iter().any(|glob| glob.matches(self.names.function(*index)))
+            };
+            let roots = indices.iter().filter(|index| is_root(index)).map(|index| *index as u32);
+            Graph::new(options.clone(), roots.collect())
+        });
+        let later = Later {
+            filter: selection.filter.clone(),
+            method: selection.method,
+            returns: selection.graph.is_some(),
+        };
         let heads = heads(&self.readers);
-        self.clients[slot] = Some(Client::new(id, sink, heads, changed.stops, later));
+        self.clients[slot] = Some(Client::new(id, sink, graph, heads, changed.stops, later));
         Ok((ClientId(id), armed))
     }
 
@@ -253,10 +270,9 @@ impl<'m, S> Tracer<'m, S> {
             member.wanted_by &= !(1 << slot);
         }
         let wants: Vec<(&Site, Want)> = (self.members.iter().enumerate())
-            .filter(|(index, member)| member.wanted_by == 0 && self.is_there(*index))
-            .map(|(_, member)| (&member.listed, hooks.want(member.listed.at)))
-            .filter(|(_, want)| want.traced.is_some())
-            .map(|(site, want)| (site, Want { traced: None, ..want }))
+            .filter(|(index, _)| self.is_there(*index))
+            .map(|(_, member)| (member, hooks.want(member.listed.at)))
+            .filter_map(|(member, want)| Some((&member.listed, self.still_wanted(member, want)?)))
             .collect();
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let result = hooks.release(&wants, look);
@@ -277,6 +293,18 @@ impl<'m, S> Tracer<'m, S> {
             }
         }
         result.map(drop)
+    }
+
+    /// What the pad of a function is still to do, if that is less than `want`, which it does now.
+    fn still_wanted(&self, member: &Member, want: Want) -> Option<Want> {
+        let slots = (0..MAX_CLIENTS).filter(|slot| member.wanted_by & 1 << slot != 0);
+        let mut clients = slots.filter_map(|slot| self.clients[slot].as_ref());
+        let returns = clients.any(|client| client.graph.is_some());
+        match want.traced {
+            Some(_) if member.wanted_by == 0 => Some(Want { traced: None, returns: false, ..want }),
+            Some(_) if want.returns && !returns => Some(Want { returns: false, ..want }),
+            _ => None,
+        }
     }
 
     /// Takes what the rings hold and gives out what is in order by now: each event to the sinks of
@@ -300,7 +328,7 @@ impl<'m, S> Tracer<'m, S> {
             while !reader.read(&window.memory, records, READ_AT_ONCE) {}
             // What no site can have written, the guest has.
             let names = &self.names;
-            let strange = records[before..].iter().position(|r| names.index_of(r.ip).is_none());
+            let strange = records[before..].iter().position(|r| names.record_of(r).is_none());
             if let Some(strange) = strange {
                 let ip = records[before + strange].ip;
                 records.truncate(before + strange);
@@ -317,19 +345,16 @@ impl<'m, S> Tracer<'m, S> {
         let tasks = &mut self.tasks;
         let ticks = self.ticks;
         self.merger.pass(pending, Instant::now(), |record| {
-            let Some(index) = names.writer(record.ip, record) else { return };
-            let mut slots = members[index].heard_by;
-            if slots == 0 {
-                return;
-            }
-            let event = event(names, tasks, ticks, record, index);
+            let Some(told) = Told::of(record, names) else { return };
+            let mut slots = members[told.index].heard_by;
             while slots != 0 {
                 let slot = slots.trailing_zeros() as usize;
                 slots &= slots - 1;
                 if let Some(client) = &mut clients[slot]
                     && client.owns(record)
+                    && let Some(event) = told.event(client.graph.as_mut(), names, tasks, ticks)
                 {
-                    client.give(record, index, &event, &mut give);
+                    client.give(record, told.index, &event, &mut give);
                 }
             }
         });
@@ -369,15 +394,17 @@ impl<'m, S> Tracer<'m, S> {
         let slot = self.slot(client)?;
         let mut client = self.clients[slot].take()?;
         let (names, members) = (&mut self.names, &mut self.members);
-        let mut last: Vec<(RawRecord, usize)> = (self.merger.held().iter())
+        let mut last: Vec<Told<'_>> = (self.merger.held().iter())
             .filter(|record| client.owns(record))
-            .filter_map(|record| Some((*record, names.writer(record.ip, record)?)))
-            .filter(|(_, index)| members[*index].heard_by & 1 << slot != 0)
+            .filter_map(|record| Told::of(record, names))
+            .filter(|told| members[told.index].heard_by & 1 << slot != 0)
             .collect();
-        last.sort_by_key(|(record, _)| record.time);
-        for (record, index) in last {
-            let event = event(names, &mut self.tasks, self.ticks, &record, index);
-            client.give(&record, index, &event, &mut give);
+        last.sort_by_key(|told| told.record.time);
+        for told in last {
+            let graph = client.graph.as_mut();
+            if let Some(event) = told.event(graph, names, &mut self.tasks, self.ticks) {
+                client.give(told.record, told.index, &event, &mut give);
+            }
         }
         for member in members {
             member.heard_by &= !(1 << slot);
@@ -447,6 +474,15 @@ pub struct Finished<S> {
     pub failure: Option<io::Error>,
 }
 
+/// What a pad is to do that does what `want` says, for a client with that selection as well. Returns are
+/// recorded only of what is traced by calls.
+fn wanted_too(want: Want, selection: &Selection) -> Want {
+    match selection.graph {
+        Some(_) => Want { traced: Some(Method::Call), returns: true, ..want },
+        None => Want { traced: want.traced.or(Some(selection.method)), ..want },
+    }
+}
+
 /// Records taken from a ring before the next look at how many there are.
 const READ_AT_ONCE: usize = 1 << 16;
 
@@ -476,36 +512,6 @@ fn look(machine: &dyn Machine, readers: &mut [RingReader]) {
 
 fn heads(readers: &[RingReader]) -> Vec<u64> {
     readers.iter().map(RingReader::head).collect()
-}
-
-fn event<'n>(
-    names: &'n mut Names<'_>,
-    tasks: &'n mut Tasks<'_>,
-    ticks: Ticks,
-    record: &RawRecord,
-    index: usize,
-) -> Event<'n> {
-    let (function, caller) = names.of(record, index);
-    let (task, context) = tasks.of(record);
-    let time_ns = ticks.nanoseconds(record.time);
-    Event { time_ns, cpu: record.cpu, function, caller, task, context, missed: 0 }
-}
-
-/// Turns ticks of the guest's clock into nanoseconds.
-#[derive(Debug, Clone, Copy)]
-struct Ticks {
-    /// Nanoseconds in 2³² ticks.
-    scale: u128,
-}
-
-impl Ticks {
-    fn new(hz: u64) -> Self {
-        Self { scale: (1_000_000_000_u128 << 32) / u128::from(hz.max(1)) }
-    }
-
-    fn nanoseconds(self, ticks: u64) -> u64 {
-        u64::try_from((u128::from(ticks) * self.scale) >> 32).unwrap_or(u64::MAX)
-    }
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ use super::serving::{Serving, claim, serve};
 use super::size::Size;
 use super::status::Status;
 use super::trace_options::TraceOptions;
-use super::watch::{self, Plan, Watched, panic_said};
+use super::watch::{self, OwnTrace, Plan, Watched, panic_said};
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -79,6 +79,9 @@ Examples:
   Watch which functions of the VFS a guest calls:
     vmm attach --qmp /run/guest.qmp --trace func -f 'vfs_*'
 
+  See what its reading of files calls, and how long each of it takes:
+    vmm attach --qmp /run/guest.qmp --trace graph --graph-function vfs_read
+
   Attach, and trace from other terminals by vmm trace web func:
     vmm attach --qmp /run/guest.qmp --name web";
 
@@ -103,6 +106,7 @@ enum Reason {
 /// # Errors
 /// The guest can't be attached to or be left, or something failed meanwhile.
 pub fn run(options: &Options) -> Result<Status> {
+    let request = options.tracing.request()?;
     let stop = Arc::new(AtomicBool::new(false));
     let records = options.tracing.records();
     let records = records
@@ -135,7 +139,7 @@ pub fn run(options: &Options) -> Result<Status> {
     ));
     say(attached.region_memory());
     let Serving { server, commands, identity } = serve(claim, "QEMU, attached")?;
-    let trace = records.zip(options.tracing.request());
+    let trace = records.zip(request);
     let plan = Plan::new(trace, false, identity, commands);
     let (reason, watched) = thread::scope(|scope| {
         let (attached, stop) = (&attached, &*stop);
@@ -204,10 +208,11 @@ fn wants_back(sites: usize) -> io::Result<bool> {
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched, to: Option<&Destination>) -> Result<Status> {
     let Watched { panicked, reset, summary, too_early, error } = watched;
-    if let Some((summary, lasted)) = summary {
+    if let Some(OwnTrace { summary, lasted, times }) = summary {
         let text = summary::summary(&Totals::from(&summary), &summary.functions, lasted);
+        let times = summary::times(&times);
         let file = to.filter(|_| error.is_none()).and_then(Destination::told);
-        say(format!("{text}{}", file.unwrap_or_default()).trim_end());
+        say(format!("{text}{times}{}", file.unwrap_or_default()).trim_end());
     }
     match error {
         Some(error) if is_broken_pipe(&error) => return Ok(Status::Success),

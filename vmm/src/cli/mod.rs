@@ -11,6 +11,7 @@ use clap::{Parser, Subcommand};
 mod attach;
 mod bench;
 mod doctor;
+mod graph_options;
 mod info;
 mod output;
 mod pads;
@@ -115,7 +116,9 @@ fn fail(error: &anyhow::Error) -> Status {
         return Status::Success;
     }
     say(sentence(error));
-    let is_usage = error.is::<run::Conflict>() || error.is::<bench::Conflict>();
+    let is_usage = error.is::<run::Conflict>()
+        || error.is::<bench::Conflict>()
+        || error.is::<graph_options::Contradiction>();
     if is_usage { Status::Usage } else { Status::Failure }
 }
 

@@ -12,6 +12,7 @@ use patcher::trace::recording::Recording;
 use patcher::trace::sink::{Event, Sink};
 use rustc_hash::FxHashMap;
 
+use super::graph_options::ColumnOptions;
 use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::status::Status;
@@ -34,6 +35,9 @@ pub struct Options {
     /// Write to a file; - is standard output
     #[arg(short, long, value_name = "OUT", default_value = "-")]
     output: Output,
+
+    #[command(flatten)]
+    columns: ColumnOptions,
 }
 
 const AFTER_HELP: &str = "\
@@ -73,6 +77,9 @@ impl Tally {
         self.missed = self.missed.saturating_add(event.missed);
         self.first_ns.get_or_insert(event.time_ns);
         self.last_ns = event.time_ns;
+        if !event.kind.is_call() {
+            return;
+        }
         if let Some(calls) = self.calls.get_mut(event.function.text) {
             *calls += 1;
         } else if self.calls.len() < MAX_FUNCTIONS {
@@ -106,7 +113,8 @@ pub fn run(options: &Options) -> Result<Status> {
     let size = file.metadata().with_context(unreadable)?.len();
     let mut recording =
         Recording::open(BufReader::with_capacity(1 << 20, file)).with_context(unreadable)?;
-    let to = Destination { output: options.output.clone(), format: options.format };
+    let columns = options.columns.columns();
+    let to = Destination { output: options.output.clone(), format: options.format, columns };
     let mut records = Records::open(&to, &[&options.recording], Arc::default())?;
     let name = records.name().to_owned();
     let broken = |error: io::Error| {
@@ -135,7 +143,8 @@ pub fn run(options: &Options) -> Result<Status> {
     let lost = entries.saturating_sub(tally.events);
     let (lasted, calls) = (tally.lasted(), tally.calls());
     let text = summary::recorded(&release, (tally.events, lost), &calls, tally.others, lasted);
-    say(format!("{text}{}", to.told().unwrap_or_default()).trim_end());
+    let times = summary::times(&records.times(summary::TOP));
+    say(format!("{text}{times}{}", to.told().unwrap_or_default()).trim_end());
     if let Some(tail) = recording.tail() {
         let left = size.saturating_sub(tail.at);
         say(format!(

@@ -6,8 +6,10 @@ use std::time::Duration;
 use patcher::trace::tracer::{ModuleChange, ModuleNews};
 use vmm::control::protocol::{Armed, Totals};
 
+use super::output::FunctionTime;
+
 /// How many functions the summary names.
-const TOP: usize = 10;
+pub const TOP: usize = 10;
 
 /// The line that says what is traced, from here on.
 pub fn armed(armed: &Armed) -> String {
@@ -98,6 +100,7 @@ pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Durat
         let _ = writeln!(text, "  spoilt {corrupt}");
     }
     text.push_str(&most_called(calls, 0));
+    text.push_str(&unmatched(totals));
     let mut stops = totals.stops.clone();
     stops.sort_unstable();
     if let Some(longest) = stops.last() {
@@ -112,6 +115,52 @@ pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Durat
     if totals.foreign > 0 {
         let functions = counted(totals.foreign as u64, "function");
         let _ = writeln!(text, "  left   {functions} that the guest has changed meanwhile");
+    }
+    text
+}
+
+/// Lines with what is known of calls that did not return, and of those of which half was lost.
+fn unmatched(totals: &Totals) -> String {
+    let mut text = String::new();
+    let open: u64 = totals.outstanding.iter().map(|(_, calls)| calls).sum();
+    let open = open.saturating_add(totals.others_outstanding);
+    if open > 0 {
+        let named = totals.outstanding.iter().take(TOP);
+        let mut named: Vec<String> =
+            named.map(|(function, calls)| format!("{function} {}", grouped(*calls))).collect();
+        let told: u64 = totals.outstanding.iter().take(TOP).map(|(_, calls)| calls).sum();
+        if open > told {
+            named.push(format!("{} of others", grouped(open - told)));
+        }
+        let calls = counted(open, "call");
+        // Writing to a String does not fail.
+        let _ = writeln!(text, "  open   {calls} had not returned: {}", named.join(", "));
+    }
+    if totals.lost_returns + totals.lost_calls > 0 {
+        let _ = writeln!(
+            text,
+            "  halves {} without a return that was seen, {} without a call",
+            counted(totals.lost_returns, "call"),
+            counted(totals.lost_calls, "return"),
+        );
+    }
+    text
+}
+
+/// Lines with the functions that took most time themselves, most first.
+pub fn times(times: &[FunctionTime]) -> String {
+    let mut text = String::new();
+    for (index, time) in times.iter().enumerate() {
+        let title = if index == 0 { "times" } else { "" };
+        let [own, total] =
+            [time.self_ns, time.total_ns].map(|time| short(Duration::from_nanos(time)));
+        // Writing to a String does not fail.
+        let _ = writeln!(
+            text,
+            "  {title:<5}  {own:>9} itself, {total:>9} in all  {} ({})",
+            time.function,
+            counted(time.calls, "call")
+        );
     }
     text
 }
@@ -216,7 +265,7 @@ mod tests {
             late: 2,
             corrupt: vec!["the ring of CPU 2 is corrupt: its head went from 9 to 1".into()],
             stops: [803, 412, 20_000].map(Duration::from_micros).into(),
-            foreign: 0,
+            ..Totals::default()
         };
         let calls = [("vfs_read", 12_000), ("vfs_write", 345)];
         assert_eq!(
@@ -232,6 +281,32 @@ mod tests {
             345  vfs_write
   stops  3, p50 803 µs, max 20.0 ms
 "
+        );
+    }
+
+    #[test]
+    fn a_summary_of_a_graph_tells_what_took_long_and_what_is_open() {
+        let totals = Totals {
+            outstanding: vec![("do_wait".into(), 1000), ("do_exit".into(), 2)],
+            others_outstanding: 3,
+            lost_returns: 4,
+            lost_calls: 1,
+            ..Totals::default()
+        };
+        let text = summary::<&str>(&totals, &[], Duration::ZERO);
+        let open = "  open   1,005 calls had not returned: do_wait 1,000, do_exit 2, 3 of others\n";
+        let halves = "  halves 4 calls without a return that was seen, 1 return without a call\n";
+        assert!(text.ends_with(&[open, halves].concat()), "{text}");
+        let time = |function: &str, calls, total_ns, self_ns| FunctionTime {
+            function: function.into(),
+            calls,
+            total_ns,
+            self_ns,
+        };
+        assert_eq!(
+            times(&[time("vfs_read", 12, 2_500_000, 1_500_000), time("f", 1, 900, 900)]),
+            "  times     1.5 ms itself,    2.5 ms in all  vfs_read (12 calls)\n            \
+             0.9 µs itself,    0.9 µs in all  f (1 call)\n"
         );
     }
 

@@ -15,10 +15,11 @@ use anyhow::{Context, Error, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use patcher::arch::ByteOrder;
-use patcher::trace::sink::{Beginning, Sink};
+use patcher::trace::sink::{self, Beginning, Sink};
 use vmm::control::protocol::{Armed, EndReason, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
+use super::graph_options::{GraphOptions, checked};
 use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
@@ -58,6 +59,9 @@ pub struct Options {
     /// Write the trace to a file; - is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: Output,
+
+    #[command(flatten)]
+    graph: GraphOptions,
 }
 
 const AFTER_HELP: &str = "\
@@ -75,6 +79,12 @@ Exit status:
 Examples:
   Watch which functions of the VFS a guest calls, but for one:
     vmm trace guest1 func -f 'vfs_*' -n vfs_getattr
+
+  See what the VFS's reading calls, and how long each of it takes:
+    vmm trace guest1 graph --graph-function vfs_read --max-depth 4
+
+  Show which calls of the page allocator took longer than a tenth of a millisecond:
+    vmm trace guest1 graph -f '*alloc_pages*' --threshold 100us
 
   Record every call, and look at it in KernelShark:
     vmm trace guest1 func -o all.vmmrec
@@ -100,9 +110,17 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 /// # Errors
 /// The guest can't be reached, its functions not be armed, or the trace not be written.
 pub fn run(options: &Options) -> Result<Status> {
+    let request = checked(TraceRequest {
+        tracer: options.tracer.into(),
+        filter: options.filter.clone(),
+        notrace: options.notrace.clone(),
+        method: options.method.into(),
+        graph: options.graph.request(),
+    })?;
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
-    let to = Destination { output: options.output.clone(), format: options.format };
+    let columns = options.graph.columns();
+    let to = Destination { output: options.output.clone(), format: options.format, columns };
     let records = Records::open(&to, &[] as &[&Path], Arc::clone(&stop))?;
     let mut progress = Progress::new(records.are_on_stdout());
     let (on_signal, stopped) = (Arc::clone(&ends), Arc::clone(&stop));
@@ -115,12 +133,6 @@ pub fn run(options: &Options) -> Result<Status> {
     })
     .context("signals can't be handled")?;
 
-    let request = TraceRequest {
-        tracer: options.tracer.into(),
-        filter: options.filter.clone(),
-        notrace: options.notrace.clone(),
-        method: options.method.into(),
-    };
     let begun = begin(&options.name, &request, &stop, &mut progress);
     progress.clear();
     let result = match begun? {
@@ -129,7 +141,8 @@ pub fn run(options: &Options) -> Result<Status> {
             if let Some(missing) = &armed.missing {
                 say(missing);
             }
-            receive(client, &armed, (records, &to), &ends, &stop, &mut progress)
+            let tracer = request.tracer.into();
+            receive(client, (tracer, &armed), (records, &to), &ends, &stop, &mut progress)
         }
         None => Ok(()),
     };
@@ -171,7 +184,7 @@ fn begin(
 /// Writes out what comes until it ends.
 fn receive(
     client: Client,
-    armed: &Armed,
+    (tracer, armed): (sink::Tracer, &Armed),
     (mut records, to): (Records, &Destination),
     ends: &Ends,
     stop: &AtomicBool,
@@ -188,6 +201,8 @@ fn receive(
         Error::new(error).context(format!("the trace can't be written to {name}"))
     };
     let mut written = records.begin(&Beginning {
+        tracer,
+        interrupts: armed.interrupts,
         cpus: armed.cpus,
         contexts: armed.contexts,
         release: &armed.release,
@@ -226,7 +241,8 @@ fn receive(
     let written = written.and_then(|()| records.end(events, entries));
     let text = summary::summary(&end.totals, &calls.counts(), end.lasted);
     let file = to.told().filter(|_| written.is_ok());
-    say(format!("{text}{}", file.unwrap_or_default()).trim_end());
+    let times = summary::times(&records.times(summary::TOP));
+    say(format!("{text}{times}{}", file.unwrap_or_default()).trim_end());
     written.map_err(broken)?;
     match (end.error, end.reason) {
         (Some(error), _) => bail!(error),

@@ -4,6 +4,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use vmm::control::protocol::{self, TraceRequest};
 
+use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
 
 /// A trace that is wanted from the beginning.
@@ -46,6 +47,9 @@ pub struct TraceOptions {
     /// Write the trace to a file; - is standard output, the default
     #[arg(short, long, value_name = "FILE", requires = "trace")]
     pub output: Option<Output>,
+
+    #[command(flatten)]
+    pub graph: GraphOptions,
 }
 
 /// What is recorded.
@@ -53,6 +57,8 @@ pub struct TraceOptions {
 pub enum Tracer {
     /// Each call of a function, with its caller
     Func,
+    /// Each call and each return, as ftrace's function_graph: who called what, and for how long
+    Graph,
 }
 
 /// How calls are noticed.
@@ -78,6 +84,7 @@ impl From<Tracer> for protocol::Tracer {
     fn from(tracer: Tracer) -> Self {
         match tracer {
             Tracer::Func => Self::Func,
+            Tracer::Graph => Self::Graph,
         }
     }
 }
@@ -86,17 +93,29 @@ impl TraceOptions {
     /// Where the records go, if there are any.
     pub fn records(&self) -> Option<Destination> {
         let output = self.output.clone().unwrap_or(Output::Stdout);
-        self.trace.map(|_| Destination { output, format: self.format })
+        let columns = self.graph.columns();
+        self.trace.map(|_| Destination { output, format: self.format, columns })
     }
 
     /// What is traced, if anything is.
-    pub fn request(&self) -> Option<TraceRequest> {
-        let tracer = self.trace?.into();
-        Some(TraceRequest {
+    ///
+    /// # Errors
+    /// It makes no sense.
+    pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
+        let Some(tracer) = self.trace else {
+            return match self.graph.is_unused() {
+                true => Ok(None),
+                false => Err(Contradiction("what a graph is to show needs --trace graph".into())),
+            };
+        };
+        let tracer = tracer.into();
+        let request = TraceRequest {
             tracer,
             filter: self.filter.clone(),
             notrace: self.notrace.clone(),
             method: self.method.into(),
-        })
+            graph: self.graph.request(),
+        };
+        checked(request).map(Some)
     }
 }

@@ -9,7 +9,7 @@ use patcher::trace::sink::Event;
 use super::names::Names;
 use super::place::{Found, Name, Place};
 use super::protocol::{
-    Armed, BatchHeader, CALL_BYTES, End, Greeting, Hello, Info, MAX_CALLS, MAX_NAMES_IN_FORCE,
+    Armed, BatchHeader, End, Greeting, Hello, Info, MAX_BATCH, MAX_CALLS, MAX_NAMES_IN_FORCE,
     MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request, RevertRequest, Reverted,
     Status, TraceRequest, VERSION, Waiting,
 };
@@ -355,8 +355,8 @@ impl Calls {
             other => return Err(client.unexpected(&other)),
         };
         let broken = |what: String, name: &Name| ClientError::Protocol { name: name.clone(), what };
-        if header.calls > MAX_CALLS {
-            let what = format!("{} calls in a batch", header.calls);
+        if header.calls > MAX_CALLS || header.bytes > MAX_BATCH {
+            let what = format!("{} calls in a batch of {} bytes", header.calls, header.bytes);
             return Err(broken(what, &client.name));
         }
         *missed = header.missed;
@@ -365,13 +365,13 @@ impl Calls {
             return Err(broken("too many names".into(), &client.name));
         }
         let name = client.name.clone();
-        let bytes = client.wire.read_bytes(header.calls * CALL_BYTES);
+        let bytes = client.wire.read_bytes(header.bytes);
         let bytes = match bytes {
             Ok(bytes) => bytes,
             Err(error) => return Err(ClientError::Lost { name, reason: error.to_string() }),
         };
         let given = names.events(&header, bytes, &mut take);
-        given.ok_or_else(|| broken("a call names nothing".into(), &name))?;
+        given.ok_or_else(|| broken("a call is cut, or names nothing".into(), &name))?;
         Ok(Message::Calls(header.calls))
     }
 

@@ -11,9 +11,9 @@ use rustix::process::geteuid;
 
 use super::outbox::{Fed, Feed, Outbox};
 use super::protocol::{
-    Function, Greeting, Hello, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_GLOBS, MAX_MAPS, MAX_PADS,
-    MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_REQUEST, Patch, PatchRequest, Refusal, RefusalKind, Reply,
-    Request, TraceRequest, VERSION,
+    Function, Greeting, Hello, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PADS, MAX_PATCH_TIMEOUT,
+    MAX_PAYLOAD, MAX_REQUEST, Patch, PatchRequest, Refusal, RefusalKind, Reply, Request,
+    TraceRequest, VERSION,
 };
 use super::server::{
     Answer, Command, MAX_PAYLOADS, PatchWanted, Shared, Taken, TraceWanted, Waited, Waiter,
@@ -259,8 +259,7 @@ impl Conversation<'_> {
     }
 
     fn trace(&mut self, request: TraceRequest) -> Result<(), Stop> {
-        if request.filter.len() + request.notrace.len() > MAX_GLOBS {
-            let message = format!("a trace has at most {MAX_GLOBS} globs");
+        if let Err(message) = request.check() {
             return Err(Stop::Say(Refusal::new(RefusalKind::Refused, message)));
         }
         let (outbox, feed) = Outbox::new();

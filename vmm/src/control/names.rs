@@ -3,7 +3,7 @@
 use patcher::trace::sink::{Event, Name, Task};
 use rustc_hash::FxHashMap;
 
-use super::protocol::{BatchHeader, CALL_BYTES, Call};
+use super::protocol::{BatchHeader, Call};
 
 /// The names that calls refer to, and how often each function was called.
 #[derive(Debug, Default)]
@@ -53,7 +53,7 @@ impl Names {
 
     /// Gives all calls of a batch whose names were learnt to `take`, and counts them.
     ///
-    /// `None` at a call that refers to no name.
+    /// `None` at a call that refers to no name, or is none.
     pub fn events(
         &mut self,
         header: &BatchHeader,
@@ -61,19 +61,23 @@ impl Names {
         mut take: impl FnMut(&Event<'_>),
     ) -> Option<()> {
         let mut gaps = header.gaps.iter().peekable();
-        for (index, call) in calls.as_chunks::<CALL_BYTES>().0.iter().enumerate() {
+        let mut rest = calls;
+        for index in 0..header.calls {
+            let (call, behind) = Call::decode(rest)?;
+            rest = behind;
             let mut missed = 0;
             while let Some((_, count)) = gaps.next_if(|(call, _)| *call <= index) {
                 missed = count.saturating_add(missed);
             }
-            let event = self.event(&Call::decode(call))?;
+            let event = self.event(&call)?;
             take(&Event { missed, ..event });
         }
-        Some(())
+        rest.is_empty().then_some(())
     }
 
     fn event(&mut self, call: &Call) -> Option<Event<'_>> {
-        self.current.get_mut(call.function as usize)?.calls += 1;
+        let counted = u64::from(call.kind.is_call());
+        self.current.get_mut(call.function as usize)?.calls += counted;
         let generation = self.generation << 32;
         let name = |number: u32| {
             let Known { text, address, offset, .. } = self.current.get(number as usize)?;
@@ -82,6 +86,7 @@ impl Names {
         };
         Some(Event {
             time_ns: call.time_ns,
+            kind: call.kind,
             cpu: call.cpu,
             function: name(call.function)?,
             caller: name(call.caller)?,

@@ -9,10 +9,11 @@ use patcher::trace::sink::{Beginning, Event, Name, Sink};
 use rustc_hash::FxHashMap;
 
 use super::protocol::{
-    BatchHeader, CALL_BYTES, Call, End, MAX_CALLS, MAX_NAME, MAX_NAMES, MAX_NAMES_IN_FORCE,
+    BatchHeader, CALL_BYTES, Call, End, MAX_BATCH, MAX_BEHIND, MAX_CALLS, MAX_NAME, MAX_NAMES,
+    MAX_NAMES_IN_FORCE,
 };
 
-/// Full batches that wait for a client at most: half a million calls in 10 MiB.
+/// Full batches that wait for a client at most: half a million calls, in 16 MiB if nothing is behind them.
 const MAX_WAITING: usize = 64;
 
 /// What a name's place counts beside the name's own bytes.
@@ -30,19 +31,23 @@ pub struct Batch {
 
 impl Batch {
     fn is_full(&self) -> bool {
-        self.header.calls >= MAX_CALLS || self.name_bytes >= MAX_NAMES
+        self.header.calls >= MAX_CALLS
+            || self.name_bytes >= MAX_NAMES
+            || self.calls.len() + CALL_BYTES + MAX_BEHIND > MAX_BATCH
     }
 
     /// Takes all of `other`, which comes later, if there is room for it.
     fn absorb(&mut self, other: &mut Self) -> bool {
         let fits = self.header.calls + other.header.calls <= MAX_CALLS
             && self.name_bytes + other.name_bytes <= MAX_NAMES
+            && self.calls.len() + other.calls.len() <= MAX_BATCH
             && !other.header.forget;
         if fits {
             let behind = self.header.calls;
             let gaps = other.header.gaps.iter().map(|(call, count)| (behind + call, *count));
             self.header.gaps.extend(gaps);
             self.header.calls += other.header.calls;
+            self.header.bytes += other.header.bytes;
             self.header.names.append(&mut other.header.names);
             self.header.places.append(&mut other.header.places);
             self.header.missed = other.header.missed;
@@ -220,12 +225,14 @@ impl Sink for Outbox {
             context: event.context.unwrap_or_default(),
             pid: event.task.map(|task| task.pid),
             comm,
+            kind: event.kind,
         };
         if self.batch.calls.capacity() == 0 {
             self.batch.calls.reserve(MAX_CALLS.min(1024) * CALL_BYTES);
         }
         call.encode(&mut self.batch.calls);
         self.batch.header.calls += 1;
+        self.batch.header.bytes = self.batch.calls.len();
         Ok(())
     }
 

@@ -16,8 +16,8 @@ use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, Standing,
-    TaskPaths, TaskStacks, TaskWords, Unpaged,
+    OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, ReturnExit,
+    ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -25,6 +25,7 @@ use crate::machine::Registers;
 mod pads;
 pub mod paging;
 mod relocations;
+mod return_hook;
 mod stacks;
 mod swaps;
 mod trampoline;
@@ -221,6 +222,18 @@ impl Arch for Aarch64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn assemble_return_hook(&self, at: Gva, hook: &ReturnHook) -> Result<Vec<u8>, OutOfReach> {
+        return_hook::assemble_hook(hook, at)
+    }
+
+    fn assemble_return_exit(&self, at: Gva, exit: &ReturnExit) -> Result<Vec<u8>, OutOfReach> {
+        return_hook::assemble_exit(exit, at)
+    }
+
+    fn assemble_return_stub(&self, at: Gva, exit: Gva) -> Result<[u8; 8], OutOfReach> {
+        return_hook::assemble_stub(at, exit)
     }
 
     fn elf_machine(&self) -> u16 {

@@ -30,7 +30,7 @@ const PAGE_REACH: u64 = 4 << 30;
 const PAGE: u64 = 1 << 12;
 
 /// `sp` or the zero register, by instruction.
-const R31: u32 = 31;
+pub(super) const R31: u32 = 31;
 
 /// The code, to be placed at `at`.
 ///
@@ -129,17 +129,17 @@ pub(super) fn append_then(words: &mut Vec<u32>, at: Gva, then: Then) -> Result<(
 
 /// The operands of an instruction that loads or stores the registers `first` and `second` at the
 /// address in `base`.
-fn pair(first: u32, base: u32, second: u32) -> u32 {
+pub(super) fn pair(first: u32, base: u32, second: u32) -> u32 {
     second << 10 | base << 5 | first
 }
 
 /// `add to, a, b, lsl #shift`, 64 bits.
-fn add_shifted(to: u32, a: u32, b: u32, shift: u32) -> u32 {
+pub(super) fn add_shifted(to: u32, a: u32, b: u32, shift: u32) -> u32 {
     0x8b00_0000 | b << 16 | shift << 10 | a << 5 | to
 }
 
 /// `adrp register, to` at `from`.
-fn page_address(from: Gva, to: Gva, register: u32) -> Result<u32, OutOfReach> {
+pub(super) fn page_address(from: Gva, to: Gva, register: u32) -> Result<u32, OutOfReach> {
     let pages = (to.0 / PAGE).wrapping_sub(from.0 / PAGE).cast_signed();
     // Pages of the highest and the lowest addresses are 2⁵² apart.
     let pages = pages << 12 >> 12;
@@ -151,7 +151,7 @@ fn page_address(from: Gva, to: Gva, register: u32) -> Result<u32, OutOfReach> {
 }
 
 /// An offset in the current task as a load of `size` bytes holds it: in units of as many.
-fn scaled(offset: i32, size: u32) -> Result<u32, OutOfReach> {
+pub(super) fn scaled(offset: i32, size: u32) -> Result<u32, OutOfReach> {
     let units = u32::try_from(offset).ok().filter(|offset| offset % size == 0);
     units.map(|offset| offset / size).filter(|units| *units < 1 << 12).ok_or(OutOfReach {
         from: Gva(0),

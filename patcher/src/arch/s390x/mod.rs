@@ -9,8 +9,8 @@ use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, FixedArea,
     ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadLayout,
-    PadSlots, PadState, Pattern, Prefix, ReturnCount, SLOT_LEN, Standing, TaskPaths, TaskStacks,
-    TaskWords, Unpaged,
+    PadSlots, PadState, Pattern, Prefix, ReturnCount, ReturnExit, ReturnHook, SLOT_LEN, Standing,
+    TaskPaths, TaskStacks, TaskWords, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -18,6 +18,7 @@ use crate::machine::Registers;
 mod pads;
 pub mod paging;
 mod relocations;
+mod return_hook;
 mod returns;
 mod stacks;
 mod swaps;
@@ -219,6 +220,18 @@ impl Arch for S390X {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn assemble_return_hook(&self, at: Gva, hook: &ReturnHook) -> Result<Vec<u8>, OutOfReach> {
+        return_hook::assemble_hook(hook, at)
+    }
+
+    fn assemble_return_exit(&self, at: Gva, exit: &ReturnExit) -> Result<Vec<u8>, OutOfReach> {
+        return_hook::assemble_exit(exit, at)
+    }
+
+    fn assemble_return_stub(&self, at: Gva, exit: Gva) -> Result<[u8; 8], OutOfReach> {
+        return_hook::assemble_stub(at, exit)
     }
 
     fn elf_machine(&self) -> u16 {

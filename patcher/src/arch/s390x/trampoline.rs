@@ -109,7 +109,7 @@ pub(super) fn append_then(code: &mut Vec<u8>, at: Gva, then: Then) -> Result<(),
 }
 
 /// Appends `larl %r1,to`.
-fn load_address(code: &mut Vec<u8>, at: Gva, to: Gva) -> Result<(), OutOfReach> {
+pub(super) fn load_address(code: &mut Vec<u8>, at: Gva, to: Gva) -> Result<(), OutOfReach> {
     let displacement = halfwords(at + code.len() as u64, to)?;
     code.extend([0xc0, 0x10]);
     code.extend(displacement);
@@ -117,7 +117,7 @@ fn load_address(code: &mut Vec<u8>, at: Gva, to: Gva) -> Result<(), OutOfReach> 
 }
 
 /// Appends `llgf %r2,address`.
-fn load(code: &mut Vec<u8>, address: i32) -> Result<(), OutOfReach> {
+pub(super) fn load(code: &mut Vec<u8>, address: i32) -> Result<(), OutOfReach> {
     let [low, high] = displacement(address).ok_or(OutOfReach {
         from: Gva(0),
         to: Gva(i64::from(address).cast_unsigned()),

@@ -9,7 +9,7 @@ use super::relocation::Relocation;
 use super::{
     Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
     OutOfReach, PID_BITS, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount,
-    Standing, TaskPaths, TaskStacks, TaskWords, Unpaged,
+    ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
@@ -18,6 +18,7 @@ mod movable;
 mod pads;
 pub mod paging;
 mod relocations;
+mod return_hook;
 mod returns;
 mod stacks;
 mod trampoline;
@@ -188,6 +189,18 @@ impl Arch for X86_64 {
 
     fn assemble_logger(&self, at: Gva, logger: &Logger) -> Result<Vec<u8>, OutOfReach> {
         trampoline::assemble(logger, at)
+    }
+
+    fn assemble_return_hook(&self, at: Gva, hook: &ReturnHook) -> Result<Vec<u8>, OutOfReach> {
+        return_hook::assemble_hook(hook, at)
+    }
+
+    fn assemble_return_exit(&self, at: Gva, exit: &ReturnExit) -> Result<Vec<u8>, OutOfReach> {
+        return_hook::assemble_exit(exit, at)
+    }
+
+    fn assemble_return_stub(&self, at: Gva, exit: Gva) -> Result<[u8; 8], OutOfReach> {
+        return_hook::assemble_stub(at, exit)
     }
 
     fn elf_machine(&self) -> u16 {

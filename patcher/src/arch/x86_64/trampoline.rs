@@ -28,7 +28,7 @@ use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, Then};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// How far an absolute or relative 32-bit displacement goes, in bytes either way.
-const REACH: u64 = 1 << 31;
+pub(super) const REACH: u64 = 1 << 31;
 
 /// The code, to be placed at `at`.
 ///
@@ -105,18 +105,22 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     put(&[&[0x48, 0x09, 0xc3]]); //           or rbx, rax
     put(&[&[0x48, 0x89, 0x5a, 0x18]]); //     mov [rdx+24], rbx    count, sequence
 
-    put(&[&[0x5b]]); //                       pop rbx
-    put(&[&[0x5a]]); //                       pop rdx
-    put(&[&[0x59]]); //                       pop rcx
-    put(&[&[0x58]]); //                       pop rax
-    put(&[&[0x66, 0xc1, 0xc8, 8]]); //        ror ax, 8        SF ZF AF PF CF into ah
-    put(&[&[0x24, 0x08]]); //                 and al, 8        OF
-    put(&[&[0x04, 0x78]]); //                 add al, 0x78     overflows if al is 8: OF as it was
-    put(&[&[0x9e]]); //                       sahf             the others as they were
-    put(&[&[0x58]]); //                       pop rax
-
+    restore_flags(&mut code);
     append_then(&mut code, at, logger.then)?;
     Ok(code)
+}
+
+/// Appends what takes back from the stack, flags included, what was pushed as rax, flags, rcx, rdx, rbx.
+pub(super) fn restore_flags(code: &mut Vec<u8>) {
+    code.push(0x5b); //                               pop rbx
+    code.push(0x5a); //                               pop rdx
+    code.push(0x59); //                               pop rcx
+    code.push(0x58); //                               pop rax
+    code.extend_from_slice(&[0x66, 0xc1, 0xc8, 8]); // ror ax, 8        SF ZF AF PF CF into ah
+    code.extend_from_slice(&[0x24, 0x08]); //         and al, 8        OF
+    code.extend_from_slice(&[0x04, 0x78]); //         add al, 0x78     overflows if al is 8: OF as it was
+    code.push(0x9e); //                               sahf             the others as they were
+    code.push(0x58); //                               pop rax
 }
 
 /// Appends to `code`, which is for `at`, what leads to what is executed behind it.

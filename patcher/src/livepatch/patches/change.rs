@@ -14,8 +14,8 @@ use super::{
 use crate::addr::Gva;
 use crate::hook::{HookError, Hooks, Want};
 use crate::kernel::Site;
-use crate::livepatch::{StackError, Watched};
 use crate::patch::{ApplyError, Foreign};
+use crate::stacks::{StackError, Watched};
 
 /// How often a stop is tried again because the guest was just changing its lists of tasks.
 const TRIES: u32 = 5;

@@ -8,8 +8,8 @@ use super::PatchError;
 use crate::addr::Gva;
 use crate::hook::{HeldBack, Witness};
 use crate::kernel::Comm;
-use crate::livepatch::{StackCheck, StackError, Stander};
 use crate::machine::{Machine, Stopped, TextWrite};
+use crate::stacks::{StackCheck, StackError, Stander};
 
 /// What standers in loggers and stubs are said to be in.
 pub(super) const TRAMPOLINE: &str = "a trampoline";

@@ -7,9 +7,10 @@ use std::time::Duration;
 use super::PatchId;
 use crate::hook::HookError;
 use crate::kernel::{PadsError, Refusal, ReturnFormError};
-use crate::livepatch::{LinkError, PayloadError, ResolveErrors, StackCheckError, StackError};
+use crate::livepatch::{LinkError, PayloadError, ResolveErrors};
 use crate::machine::TextWriteError;
 use crate::region::RegionError;
+use crate::stacks::{StackCheckError, StackError};
 
 /// A patch could not be applied, or not be reverted. The guest is as it was, but for
 /// [`ApplyError::Torn`](crate::patch::ApplyError::Torn).

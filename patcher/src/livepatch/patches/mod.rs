@@ -19,9 +19,9 @@ use std::time::{Duration, SystemTime};
 use crate::addr::Gva;
 use crate::hook::Hooks;
 use crate::kernel::TaskLayout;
-use crate::livepatch::{StackCheck, StackCheckError, Stander, Watched};
 use crate::machine::StopTimes;
 use crate::region::PayloadSizes;
+use crate::stacks::{StackCheck, StackCheckError, Stander, Watched};
 
 mod change;
 mod check;
@@ -322,7 +322,8 @@ impl<'m> Patches<'m> {
                 self.layout.insert(layout.map_err(StackCheckError::from)?).clone()
             }
         };
-        Ok(StackCheck::with_layout(kernel, layout, watched))
+        let check = StackCheck::with_layout(kernel, layout, watched);
+        Ok(check.with_returns(hooks.taken_returns()))
     }
 }
 

@@ -17,8 +17,8 @@ pub use recorder::Recorder;
 /// takes it for text.
 const MAGIC: [u8; 8] = *b"\x89VMMREC\n";
 
-/// The one version of the format that there is.
-const VERSION: u32 = 1;
+/// The version of the format that is written and read.
+const VERSION: u32 = 2;
 
 /// Bytes in a block at most, beside its header.
 const MAX_BLOCK: usize = 1 << 20;
@@ -32,5 +32,11 @@ const MAX_KNOWN_BYTES: usize = 32 << 20;
 /// Bytes of a name at most; longer ones are cut.
 const MAX_NAME: usize = 1024;
 
-/// Bytes of a call.
+/// Bytes of an event, without what there may be behind it.
 const CALL_BYTES: usize = 24;
+
+/// The bit of an event's context that tells that there is something behind it.
+const MORE: u8 = 1 << 6;
+
+/// Bytes behind an event at most, with its kind and their number.
+const MAX_MORE: usize = 1 << 12;

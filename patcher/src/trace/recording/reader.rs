@@ -4,9 +4,9 @@ use std::fmt;
 use std::io::{self, ErrorKind, Read};
 
 use super::block::{HEADER, Header, Kind};
-use super::{CALL_BYTES, MAGIC, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_NAME, VERSION};
+use super::{MAGIC, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_MORE, MAX_NAME, MORE, VERSION};
 use crate::arch::ByteOrder;
-use crate::trace::sink::{Beginning, Context, Event, Name, Task};
+use crate::trace::sink::{Beginning, Context, Event, EventKind, Name, Task, Tracer};
 
 /// A recording can't be read.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +74,8 @@ pub struct Recording<R> {
 
 #[derive(Debug)]
 struct Guest {
+    tracer: Tracer,
+    interrupts: (u64, u64),
     cpus: u16,
     contexts: bool,
     order: ByteOrder,
@@ -105,7 +107,9 @@ impl<R: Read> Recording<R> {
         }
         let (release, architecture) = (String::new(), String::new());
         let order = ByteOrder::Little;
-        let guest = Guest { cpus: 0, contexts: false, order, release, architecture };
+        let (tracer, interrupts) = (Tracer::Function, (0, 0));
+        let guest =
+            Guest { tracer, interrupts, cpus: 0, contexts: false, order, release, architecture };
         let mut recording = Self {
             input,
             at: start.len() as u64,
@@ -135,6 +139,8 @@ impl<R: Read> Recording<R> {
     /// What it is a trace of.
     pub fn beginning(&self) -> Beginning<'_> {
         Beginning {
+            tracer: self.guest.tracer,
+            interrupts: self.guest.interrupts,
             cpus: usize::from(self.guest.cpus),
             contexts: self.guest.contexts,
             release: &self.guest.release,
@@ -259,43 +265,42 @@ impl<R: Read> Recording<R> {
         let count = fields.u32().ok_or("it is empty")? as usize;
         let gaps = fields.take(count.saturating_mul(12)).ok_or("its gaps are cut")?;
         let mut gaps = gaps.as_chunks::<12>().0.iter().peekable();
-        let (calls, rest) = fields.0.as_chunks::<CALL_BYTES>();
-        if !rest.is_empty() {
-            return Err("a call is cut");
-        }
-        for (index, call) in calls.iter().enumerate() {
+        for index in 0_usize.. {
+            if fields.0.is_empty() {
+                break;
+            }
             let mut missed = 0_u64;
             let is_here =
                 |gap: &&[u8; 12]| Fields(&gap[..]).u32().is_some_and(|at| at as usize <= index);
             while let Some(gap) = gaps.next_if(is_here) {
                 missed = missed.saturating_add(Fields(&gap[4..]).u64().unwrap_or(0));
             }
+            let call = Call::of(&mut fields).ok_or("a call is cut, or of no known kind")?;
             let event =
-                self.call(call).ok_or("a call refers to a name, task or CPU that is none")?;
+                self.call(&call).ok_or("a call refers to a name, task or CPU that is none")?;
             take(&Event { missed, ..event });
         }
         Ok(())
     }
 
-    fn call(&self, call: &[u8; CALL_BYTES]) -> Option<Event<'_>> {
-        let mut fields = Fields(call);
-        let time_ns = fields.u64()?;
-        let mut name = || {
-            let number = fields.u32()?;
+    fn call(&self, call: &Call) -> Option<Event<'_>> {
+        let Call { time_ns, kind, cpu, flags, preempt_depth, .. } = *call;
+        let name = |number: u32| {
             let Known { text, address, offset } = self.names.get(number as usize)?;
             let id = self.generation << 32 | u64::from(number);
             Some(Name { id, text, address: *address, offset: *offset })
         };
-        let (function, caller) = (name()?, name()?);
-        let task = match fields.u32()? {
+        let (function, caller) = (name(call.function)?, name(call.caller)?);
+        let task = match call.task {
             u32::MAX => None,
             number => {
                 let (pid, comm) = self.tasks.get(number as usize)?;
                 Some(Task { pid: *pid, comm: comm.as_deref() })
             }
         };
-        let cpu = fields.u16().filter(|cpu| *cpu < self.guest.cpus)?;
-        let (flags, preempt_depth) = (fields.u8()?, fields.u8()?);
+        if cpu >= self.guest.cpus {
+            return None;
+        }
         let is_set = |bit: u32| flags & 1 << bit != 0;
         let context = is_set(7).then(|| Context {
             irqs_off: is_set(0),
@@ -306,7 +311,7 @@ impl<R: Read> Recording<R> {
             nmi: is_set(5),
             preempt_depth,
         });
-        Some(Event { time_ns, cpu, function, caller, task, context, missed: 0 })
+        Some(Event { time_ns, kind, cpu, function, caller, task, context, missed: 0 })
     }
 
     fn end(&mut self, content: &[u8]) -> Result<(), &'static str> {
@@ -314,6 +319,33 @@ impl<R: Read> Recording<R> {
         let mut counts = || Some((fields.u64()?, fields.u64()?));
         self.ended = Some(counts().ok_or("the end's counts are cut")?);
         Ok(())
+    }
+}
+
+/// An event as it is written down.
+struct Call {
+    time_ns: u64,
+    function: u32,
+    caller: u32,
+    task: u32,
+    cpu: u16,
+    flags: u8,
+    preempt_depth: u8,
+    kind: EventKind,
+}
+
+impl Call {
+    fn of(fields: &mut Fields<'_>) -> Option<Self> {
+        let time_ns = fields.u64()?;
+        let (function, caller, task) = (fields.u32()?, fields.u32()?, fields.u32()?);
+        let (cpu, flags, preempt_depth) = (fields.u16()?, fields.u8()?, fields.u8()?);
+        let mut kind = EventKind::Call;
+        if flags & MORE != 0 {
+            let (tag, length) = (fields.u8()?, usize::from(fields.u16()?));
+            let more = fields.take(length).filter(|more| more.len() <= MAX_MORE)?;
+            kind = EventKind::decode(tag, more)?;
+        }
+        Some(Self { time_ns, function, caller, task, cpu, flags, preempt_depth, kind })
     }
 }
 
@@ -329,9 +361,11 @@ fn guest_of(content: &[u8]) -> Option<Guest> {
     let mut fields = Fields(content);
     let order = if fields.u8()? == 0 { ByteOrder::Little } else { ByteOrder::Big };
     let contexts = fields.u8()? != 0;
+    let tracer = if fields.u8()? == 0 { Tracer::Function } else { Tracer::Graph };
+    let interrupts = (fields.u64()?, fields.u64()?);
     let cpus = fields.u16()?;
     let (release, architecture) = (fields.text()??.to_owned(), fields.text()??.to_owned());
-    Some(Guest { cpus, contexts, order, release, architecture })
+    Some(Guest { tracer, interrupts, cpus, contexts, order, release, architecture })
 }
 
 /// Fills `bytes` as far as there is something to read, and tells how far.

@@ -5,12 +5,18 @@ use std::io::{self, Write};
 use rustc_hash::FxHashMap;
 
 use super::block::{Kind, append};
-use super::{CALL_BYTES, MAGIC, MAX_BLOCK, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_NAME, VERSION};
+use super::{
+    CALL_BYTES, MAGIC, MAX_BLOCK, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_MORE, MAX_NAME, MORE, VERSION,
+};
 use crate::arch::ByteOrder;
-use crate::trace::sink::{Beginning, Context, Event, Name, Sink, Task};
+use crate::trace::sink::{Beginning, Context, Event, EventKind, Name, Sink, Task, Tracer};
 
-/// Calls are written out when there are this many.
-const CALLS: usize = 8192;
+/// Events are written out when they have this many bytes. With gaps in front of all of them and the longest
+/// behind them they fit a block.
+const CALLS_BYTES: usize = 8192 * CALL_BYTES;
+
+const _: () =
+    assert!(CALLS_BYTES / CALL_BYTES * 12 + CALLS_BYTES + CALL_BYTES + MAX_MORE <= MAX_BLOCK);
 
 /// Bytes of names, or of tasks, that are written out without waiting for more calls. With the longest
 /// name behind them they fit a block.
@@ -22,6 +28,8 @@ pub struct Recorder<W> {
     /// Blocks that are ready to be written.
     ready: Vec<u8>,
     calls: Vec<u8>,
+    /// How many those are.
+    count: u32,
     /// Numbers of calls in front of which events are missing, and how many.
     gaps: Vec<(u32, u64)>,
     names: Known<u64, ()>,
@@ -78,7 +86,8 @@ impl<W: Write> Recorder<W> {
         Self {
             out,
             ready: Vec::new(),
-            calls: Vec::with_capacity(CALLS * CALL_BYTES),
+            calls: Vec::with_capacity(CALLS_BYTES),
+            count: 0,
             gaps: Vec::new(),
             names: Known::new(),
             tasks: Known::new(),
@@ -129,6 +138,7 @@ impl<W: Write> Recorder<W> {
                 content.extend_from_slice(&count.to_le_bytes());
             }
             content.append(&mut self.calls);
+            self.count = 0;
             append(&mut self.ready, Kind::Calls, &content);
         }
     }
@@ -170,6 +180,9 @@ impl<W: Write> Sink for Recorder<W> {
         let mut content = Vec::new();
         content.push(u8::from(beginning.order == ByteOrder::Big));
         content.push(u8::from(beginning.contexts));
+        content.push(u8::from(beginning.tracer == Tracer::Graph));
+        content.extend_from_slice(&beginning.interrupts.0.to_le_bytes());
+        content.extend_from_slice(&beginning.interrupts.1.to_le_bytes());
         content.extend_from_slice(&(beginning.cpus as u16).to_le_bytes());
         for text in [cut(beginning.release), cut(beginning.architecture)] {
             content.extend_from_slice(&(text.len() as u16).to_le_bytes());
@@ -189,7 +202,7 @@ impl<W: Write> Sink for Recorder<W> {
         let (function, caller) = (self.name(event.function), self.name(event.caller));
         let task = event.task.map_or(u32::MAX, |task| self.task(task));
         if event.missed > 0 {
-            self.gaps.push(((self.calls.len() / CALL_BYTES) as u32, event.missed));
+            self.gaps.push((self.count, event.missed));
         }
         let mut call = [0; CALL_BYTES];
         call[..8].copy_from_slice(&event.time_ns.to_le_bytes());
@@ -199,8 +212,20 @@ impl<W: Write> Sink for Recorder<W> {
         call[20..22].copy_from_slice(&event.cpu.to_le_bytes());
         call[22] = event.context.map_or(0, flags);
         call[23] = event.context.map_or(0, |context| context.preempt_depth);
+        if event.kind != EventKind::Call {
+            call[22] |= MORE;
+        }
         self.calls.extend_from_slice(&call);
-        let is_full = self.calls.len() >= CALLS * CALL_BYTES
+        if event.kind != EventKind::Call {
+            self.calls.push(event.kind.tag());
+            let length_at = self.calls.len();
+            self.calls.extend_from_slice(&[0; 2]);
+            event.kind.encode(&mut self.calls);
+            let length = (self.calls.len() - length_at - 2) as u16;
+            self.calls[length_at..length_at + 2].copy_from_slice(&length.to_le_bytes());
+        }
+        self.count += 1;
+        let is_full = self.calls.len() >= CALLS_BYTES
             || self.names.content.len() >= NAMES
             || self.tasks.content.len() >= NAMES;
         if is_full { self.write_out() } else { Ok(()) }

@@ -2,9 +2,13 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::arch::ByteOrder;
-use crate::trace::sink::{Beginning, Context, Event, JsonLines, Name, Sink, Task};
+use crate::trace::sink::{
+    Beginning, Context, Event, EventKind, JsonLines, Name, Return, Sink, Task, Tracer,
+};
 
 const BEGINNING: Beginning<'_> = Beginning {
+    tracer: Tracer::Graph,
+    interrupts: (0x100, 0x200),
     cpus: 2,
     contexts: true,
     release: "6.1",
@@ -20,6 +24,15 @@ fn event(step: u64) -> Event<'static> {
     let bit = |bit: u64| step & 1 << bit != 0;
     Event {
         time_ns: step.wrapping_mul(0x9e37_79b9_7f4a_7c15),
+        kind: match step / 3 % 3 {
+            0 => EventKind::Call,
+            1 => EventKind::Entry { depth: step as u32 },
+            _ => EventKind::Return(Return {
+                depth: step as u32,
+                value: !step,
+                duration_ns: (!step.is_multiple_of(4)).then_some(step),
+            }),
+        },
         cpu: (step % 2) as u16,
         function: name(step % 4),
         caller: name(step / 2 % 5),
@@ -99,13 +112,14 @@ fn the_bytes_are_those_that_are_documented() {
     recorder.begin(&BEGINNING).unwrap();
     recorder.event(&event(14)).unwrap();
     recorder.end(1, 15).unwrap();
-    let mut expected = b"\x89VMMREC\n\x01\0\0\0".to_vec();
+    let mut expected = b"\x89VMMREC\n\x02\0\0\0".to_vec();
     let mut block = |kind: u8, content: &[u8]| {
         let header = [[kind, 0, 0, 0], (content.len() as u32).to_le_bytes()].concat();
         let sum = crc32fast::hash(&[&header, content].concat());
         expected.extend([&header, &sum.to_le_bytes()[..], content].concat());
     };
-    block(1, b"\x01\x01\x02\0\x03\x006.1\x05\0s390x");
+    let interrupts = [0x100_u64.to_le_bytes(), 0x200_u64.to_le_bytes()].concat();
+    block(1, &[b"\x01\x01\x01", &interrupts[..], b"\x02\0\x03\x006.1\x05\0s390x"].concat());
     let name = |id: u64, text: &[u8]| {
         [&(!id).to_le_bytes()[..], &id.to_le_bytes(), &[text.len() as u8, 0], text].concat()
     };
@@ -113,7 +127,8 @@ fn the_bytes_are_those_that_are_documented() {
     block(3, b"\0\x02\0\0\0\0\0");
     let time = 14_u64.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     let numbers = [[0, 0, 0, 0]; 3].concat();
-    let call = [&time[..], &numbers, &[0, 0, 0x80 | 14, 14]].concat();
+    // An entry, with four bytes behind it.
+    let call = [&time[..], &numbers, &[0, 0, 0xc0 | 14, 14], &[1, 4, 0], &[14, 0, 0, 0]].concat();
     block(4, &[&[1, 0, 0, 0, 0, 0, 0, 0, 14, 0, 0, 0, 0, 0, 0, 0][..], &call].concat());
     block(5, &[1, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(bytes, expected);
@@ -134,7 +149,7 @@ fn a_recording_that_is_cut_anywhere_holds_what_was_flushed_before() {
                 }
             }
             Err(RecordingError::NotOne) => assert!(cut < 8),
-            Err(RecordingError::Empty(_)) => assert!(cut < 44, "{cut}"),
+            Err(RecordingError::Empty(_)) => assert!(cut < 61, "{cut}"),
             Err(error) => panic!("cut at {cut}: {error}"),
         }
     }
@@ -148,7 +163,7 @@ fn a_recording_that_is_cut_anywhere_holds_what_was_flushed_before() {
 fn a_block_that_is_spoilt_ends_what_can_be_read() {
     let bytes = recording(60, 10);
     let all = lines(60);
-    for at in 44..bytes.len() {
+    for at in 61..bytes.len() {
         let mut spoilt = bytes.clone();
         spoilt[at] ^= 0x10;
         let (read, _, tail) = read(&spoilt).unwrap();
@@ -164,9 +179,9 @@ fn what_is_no_recording_is_told_in_a_sentence() {
     assert_eq!(said(b""), "it is no recording of vmm's: it does not begin as one");
     assert_eq!(said(b"# tracer: function\n"), said(b""));
     let bytes = recording(1, 1);
-    let newer = [&bytes[..8], &[2, 0, 0, 0], &bytes[12..]].concat();
+    let newer = [&bytes[..8], &[3, 0, 0, 0], &bytes[12..]].concat();
     assert!(
-        said(&newer).starts_with("it is a recording of version 2, and this vmm reads version 1")
+        said(&newer).starts_with("it is a recording of version 3, and this vmm reads version 2")
     );
     assert_eq!(
         said(&bytes[..20]),
@@ -181,7 +196,7 @@ fn blocks(blocks: &[(block::Kind, &[u8])]) -> Vec<u8> {
     bytes
 }
 
-const GUEST: &[u8] = b"\0\0\x02\0\x03\x006.1\x05\0s390x";
+const GUEST: &[u8] = b"\0\0\0aaaaaaaabbbbbbbb\x02\0\x03\x006.1\x05\0s390x";
 
 #[test]
 fn whole_blocks_that_make_no_sense_are_told_in_a_sentence() {
@@ -189,7 +204,10 @@ fn whole_blocks_that_make_no_sense_are_told_in_a_sentence() {
     let name = b"\0aaaaaaaabbbbbbbb\x01\0f";
     for (row, what) in [
         (&[(Names, &name[..])][..], "the first one does not tell of the guest"),
-        (&[(Begin, b"\0\0\x02\0\x09\x006.1")], "what it tells of the guest is cut or no text"),
+        (
+            &[(Begin, b"\0\0\0aaaaaaaabbbbbbbb\x02\0\x09\x006.1")],
+            "what it tells of the guest is cut or no text",
+        ),
         (&[(Begin, GUEST), (Begin, GUEST)], "the guest is told of a second time"),
         (&[(Begin, GUEST), (Names, b"\0aaaaaaaab")], "a name is cut, too long, or no text"),
         (&[(Begin, GUEST), (Names, b"\0aaaaaaaabbbbbbbb\x01\0\xff")], "a name is cut"),

@@ -3,9 +3,13 @@
 use std::io::{self, Seek, SeekFrom, Write};
 
 use super::super::context::UNKNOWN;
-use super::{Beginning, Event, Gathered, Sink, decimal};
+use super::graph_text::GraphLines;
+use super::{
+    Beginning, Event, EventKind, Gathered, GraphColumns, Sink, Tracer, decimal, no_such_cpu,
+};
 
-/// The text of tracefs' `trace` file with the `function` tracer. Of a trace whose events have no
+/// The text of tracefs' `trace` file with the `function` tracer, or with `function_graph` if the trace tells of
+/// returns ([`GraphLines`]). Of a trace whose events have no
 /// [`Context`](crate::trace::context::Context) it is what tracefs shows with the option `irq-info`
 /// off; a task that is not known is shown as one whose name was never recorded.
 ///
@@ -15,6 +19,8 @@ use super::{Beginning, Event, Gathered, Sink, decimal};
 /// letters of a CPU whose bottom halves are off; here they are the same for guests of all versions.
 pub struct FtraceText<W: Write> {
     text: Gathered<W>,
+    tracer: Tracer,
+    graph: GraphLines,
     cpus: usize,
     contexts: bool,
     /// How the header is put right at the end, where the output can be sought.
@@ -45,7 +51,15 @@ const COLUMNS_WITH_CONTEXT: &str = "\
 impl<W: Write> FtraceText<W> {
     /// Text to something that is only appended to; its header can't tell how many events follow.
     pub fn stream(out: W) -> Self {
-        Self { text: Gathered::new(out), cpus: 0, contexts: false, rewrite: None }
+        let graph = GraphLines::new(GraphColumns::default(), true);
+        let (text, tracer) = (Gathered::new(out), Tracer::Function);
+        Self { text, tracer, graph, cpus: 0, contexts: false, rewrite: None }
+    }
+
+    /// The same with more columns, where the trace tells of returns.
+    #[must_use]
+    pub fn with_columns(self, columns: GraphColumns) -> Self {
+        Self { graph: GraphLines::new(columns, self.rewrite.is_none()), ..self }
     }
 
     /// The header. Two counts of 20 digits take the same room as any other.
@@ -67,19 +81,32 @@ impl<W: Write + Seek> FtraceText<W> {
             out.write_all(header)?;
             out.seek(SeekFrom::End(0)).map(drop)
         };
-        Self { rewrite: Some(rewrite), ..Self::stream(out) }
+        let file = Self { rewrite: Some(rewrite), ..Self::stream(out) };
+        file.with_columns(GraphColumns::default())
     }
 }
 
 impl<W: Write> Sink for FtraceText<W> {
     fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
         (self.cpus, self.contexts) = (beginning.cpus, beginning.contexts);
+        self.tracer = beginning.tracer;
+        if self.tracer == Tracer::Graph {
+            self.graph.begin(beginning, &mut self.text.bytes);
+            return self.flush();
+        }
         let header = self.header(0, 0);
         self.text.bytes.extend_from_slice(header.as_bytes());
         self.flush()
     }
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
+        if event.kind != EventKind::Call {
+            if usize::from(event.cpu) >= self.cpus {
+                return Err(no_such_cpu(event.cpu, self.cpus));
+            }
+            self.graph.event(event, &mut self.text.bytes);
+            return self.text.write_many();
+        }
         let line = &mut self.text.bytes;
         if event.missed > 0 {
             // "CPU:%d [LOST %lu EVENTS]", as of `print_trace_line`.
@@ -125,8 +152,9 @@ impl<W: Write> Sink for FtraceText<W> {
     }
 
     fn end(&mut self, written: u64, entries: u64) -> io::Result<()> {
+        self.graph.end(&mut self.text.bytes);
         self.flush()?;
-        if let Some(rewrite) = self.rewrite {
+        if let Some(rewrite) = self.rewrite.filter(|_| self.tracer == Tracer::Function) {
             let header = self.header(written, entries);
             rewrite(&mut self.text.out, header.as_bytes())?;
         }
@@ -137,7 +165,7 @@ impl<W: Write> Sink for FtraceText<W> {
 #[cfg(test)]
 mod tests {
     use super::super::tests::BEGINNING;
-    use super::super::{Context, Name, Task};
+    use super::super::{Context, EventKind, Name, Task};
     use super::*;
 
     const fn name(id: u64, text: &str) -> Name<'_> {
@@ -151,7 +179,8 @@ mod tests {
         caller: &'static str,
     ) -> Event<'static> {
         let (function, caller) = (name(0, function), name(1, caller));
-        Event { time_ns, cpu, function, caller, task: None, context: None, missed: 0 }
+        let (kind, task, context) = (EventKind::Call, None, None);
+        Event { time_ns, kind, cpu, function, caller, task, context, missed: 0 }
     }
 
     const fn beginning(cpus: usize) -> Beginning<'static> {

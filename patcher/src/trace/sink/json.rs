@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::{Beginning, Event, Gathered, Sink, decimal};
+use super::{Beginning, Event, EventKind, Gathered, Sink, Tracer, decimal};
 
 /// JSON lines. The first line tells of the guest, each of the others of one call, and the last of the
 /// whole: `docs/user-guide.md` says what is in them.
@@ -20,9 +20,12 @@ impl<W: Write> JsonLines<W> {
 impl<W: Write> Sink for JsonLines<W> {
     fn begin(&mut self, beginning: &Beginning<'_>) -> io::Result<()> {
         let text = &mut self.text.bytes;
-        text.extend_from_slice(
-            b"{\"type\":\"begin\",\"format\":1,\"tracer\":\"function\",\"cpus\":",
-        );
+        text.extend_from_slice(b"{\"type\":\"begin\",\"format\":1,\"tracer\":");
+        text.extend_from_slice(match beginning.tracer {
+            Tracer::Function => b"\"function\"",
+            Tracer::Graph => b"\"function_graph\"",
+        });
+        text.extend_from_slice(b",\"cpus\":");
         decimal(text, beginning.cpus as u64, 0, b' ');
         text.extend_from_slice(b",\"release\":");
         string(text, beginning.release);
@@ -34,7 +37,11 @@ impl<W: Write> Sink for JsonLines<W> {
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
         let text = &mut self.text.bytes;
-        text.extend_from_slice(b"{\"type\":\"call\",\"time_ns\":");
+        text.extend_from_slice(match event.kind {
+            EventKind::Call => b"{\"type\":\"call\",\"time_ns\":",
+            EventKind::Entry { .. } => b"{\"type\":\"entry\",\"time_ns\":",
+            EventKind::Return(_) => b"{\"type\":\"return\",\"time_ns\":",
+        });
         decimal(text, event.time_ns, 0, b' ');
         text.extend_from_slice(b",\"cpu\":");
         decimal(text, u64::from(event.cpu), 0, b' ');
@@ -62,6 +69,19 @@ impl<W: Write> Sink for JsonLines<W> {
             }
             text.extend_from_slice(b",\"preempt_depth\":");
             decimal(text, u64::from(context.preempt_depth), 0, b' ');
+        }
+        if let Some(depth) = event.kind.depth() {
+            text.extend_from_slice(b",\"depth\":");
+            decimal(text, u64::from(depth), 0, b' ');
+        }
+        if let EventKind::Return(back) = event.kind {
+            text.extend_from_slice(b",\"value\":\"0x");
+            hexadecimal(text, back.value);
+            text.push(b'"');
+            if let Some(duration) = back.duration_ns {
+                text.extend_from_slice(b",\"duration_ns\":");
+                decimal(text, duration, 0, b' ');
+            }
         }
         for (name, at, function) in [
             (&b",\"function\":"[..], &b",\"ip\":\"0x"[..], event.function),
@@ -121,7 +141,7 @@ fn hexadecimal(text: &mut Vec<u8>, value: u64) {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{BEGINNING, EVENTS};
-    use super::super::{Name, Task};
+    use super::super::{Name, Return, Task};
     use super::*;
 
     fn lines(events: &[Event<'_>]) -> String {
@@ -142,6 +162,22 @@ mod tests {
 {"type":"end","events":2,"missed":3}
 "#
         );
+    }
+
+    #[test]
+    fn calls_and_returns_tell_how_deep_and_how_long() {
+        let entry = Event { kind: EventKind::Entry { depth: 2 }, ..EVENTS[1] };
+        let back = Return { depth: 2, value: 0xffff_ffff_ffff_ffea, duration_ns: Some(1500) };
+        let of = |back| Event { kind: EventKind::Return(back), ..EVENTS[1] };
+        let text = lines(&[entry, of(back), of(Return { duration_ns: None, ..back })]);
+        let lines: Vec<&str> = text.lines().collect();
+        let rest = lines[1].strip_prefix(r#"{"type":"entry","time_ns":123456000001000,"cpu":12"#);
+        let rest = rest.and_then(|rest| rest.strip_prefix(r#","depth":2"#)).unwrap();
+        assert!(rest.starts_with(r#","function":"f","ip":"#), "{rest}");
+        let value = r#""depth":2,"value":"0xffffffffffffffea","#;
+        assert!(lines[2].starts_with(r#"{"type":"return","#), "{}", lines[2]);
+        assert!(lines[2].contains(&format!(r#"{value}"duration_ns":1500,"function""#)));
+        assert!(lines[3].contains(&format!(r#"{value}"function""#)), "{}", lines[3]);
     }
 
     #[test]

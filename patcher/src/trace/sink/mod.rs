@@ -7,16 +7,19 @@ use crate::arch::ByteOrder;
 use crate::kernel::Kernel;
 
 mod ftrace;
+mod graph_text;
 mod json;
 mod perfetto;
 mod trace_dat;
 
 pub use ftrace::FtraceText;
+pub use graph_text::GraphColumns;
 pub use json::JsonLines;
 pub use perfetto::Perfetto;
 pub use trace_dat::TraceDat;
 
 pub use super::context::{Context, Task};
+pub use super::kind::{EventKind, Return};
 
 /// The name of a function, and a number that stands for nothing else in the same trace. A name may
 /// have several numbers.
@@ -40,16 +43,18 @@ impl Deref for Name<'_> {
     }
 }
 
-/// One traced call.
+/// One traced call, or the return from one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Event<'a> {
     /// Nanoseconds since the guest's time-stamp clock read zero.
     pub time_ns: u64,
-    /// On which CPU it began.
+    /// Which of the two it is.
+    pub kind: EventKind,
+    /// On which CPU it was.
     pub cpu: u16,
     /// The function that was called.
     pub function: Name<'a>,
-    /// The function that called it.
+    /// The function that called it. Of a return whose call was lost it is not known: its address is 0.
     pub caller: Name<'a>,
     /// The task that made the call; `None` where records do not tell.
     pub task: Option<Task<'a>>,
@@ -59,9 +64,24 @@ pub struct Event<'a> {
     pub missed: u64,
 }
 
+/// What a trace tells of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Tracer {
+    /// Calls.
+    #[default]
+    Function,
+    /// Calls and returns.
+    Graph,
+}
+
 /// What a sink is told of a trace as it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Beginning<'a> {
+    /// What its events are.
+    pub tracer: Tracer,
+    /// Where the kernel's code that interrupts enter begins and ends, in which functions may be traced;
+    /// both 0 if that is not known.
+    pub interrupts: (u64, u64),
     /// How many CPUs the guest has.
     pub cpus: usize,
     /// Whether its events have a [`Context`].
@@ -77,8 +97,10 @@ pub struct Beginning<'a> {
 impl<'a> Beginning<'a> {
     /// Of a trace of a guest with so many CPUs that runs this kernel.
     #[must_use]
-    pub fn of(kernel: &'a Kernel, cpus: usize, contexts: bool) -> Self {
+    pub fn of(kernel: &'a Kernel, tracer: Tracer, cpus: usize, contexts: bool) -> Self {
         Self {
+            tracer,
+            interrupts: interrupt_entries(kernel),
             cpus,
             contexts,
             release: kernel.release(),
@@ -86,6 +108,15 @@ impl<'a> Beginning<'a> {
             order: kernel.arch().byte_order(),
         }
     }
+}
+
+/// Where the code that interrupts enter begins and ends (`__irqentry_text_start` and `_end`); both 0 in
+/// a kernel that does not name it.
+#[must_use]
+pub fn interrupt_entries(kernel: &Kernel) -> (u64, u64) {
+    let address = |name| kernel.symbols().address(name).map(|address| address.0);
+    let range = address("__irqentry_text_start").zip(address("__irqentry_text_end"));
+    range.unwrap_or_default()
 }
 
 /// Takes events in the order of their time.
@@ -181,6 +212,8 @@ mod tests {
 
     /// The beginning of the trace that [`EVENTS`] are in.
     pub const BEGINNING: Beginning<'_> = Beginning {
+        tracer: Tracer::Function,
+        interrupts: (0, 0),
         cpus: 13,
         contexts: true,
         release: "6.1",
@@ -196,6 +229,7 @@ mod tests {
     pub const EVENTS: [Event<'static>; 2] = [
         Event {
             time_ns: 7_754_083_999,
+            kind: EventKind::Call,
             cpu: 1,
             function: name(0, "vfs_read", 0xffff_ffff_8100_0104, 4),
             caller: name(1, "ksys_read", 0xffff_ffff_8100_024c, 0x4c),
@@ -213,6 +247,7 @@ mod tests {
         },
         Event {
             time_ns: 123_456_000_001_000,
+            kind: EventKind::Call,
             cpu: 12,
             function: name(2, "f", 0xffff_ffff_8100_0300, 0),
             caller: name(3, "0xffffffffc0001234", 0xffff_ffff_c000_1234, 0),

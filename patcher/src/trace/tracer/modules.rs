@@ -8,9 +8,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::names::{Heads, MAX_FUNCTIONS};
-use super::{ArmError, Look, Tracer, heads, look};
-use crate::hook::{HookError, Hooks, Want};
+use super::super::names::MAX_FUNCTIONS;
+use super::{ArmError, Look, Tracer, heads};
+use crate::hook::{HookError, Hooks, Method, Want, takes_return};
 use crate::kernel::{Module, ModuleCode, ModuleState, ModulesError, PadsError, Site};
 use crate::machine::StopTimes;
 use crate::patch::{ApplyError, Foreign, VerifyError};
@@ -133,7 +133,7 @@ impl<'m, S> Tracer<'m, S> {
         if let Some(armed) = armed {
             self.modules.begin(armed);
             if let Ok(now) = &now {
-                self.set_code(hooks, now, &heads(&self.readers).into());
+                self.set_code(hooks, now);
             }
         }
     }
@@ -146,19 +146,18 @@ impl<'m, S> Tracer<'m, S> {
             .collect();
         if !new.is_empty() {
             if !new.iter().all(|new| self.names.code().modules().any(|known| known.is_same(new))) {
-                look(self.machine, &mut self.readers);
-                self.set_code(hooks, now, &heads(&self.readers).into());
+                self.set_code(hooks, now);
             }
             self.arm_new(hooks, &new);
         }
     }
 
-    /// Names callers by the modules that run now, from those heads on.
-    fn set_code(&mut self, hooks: &Hooks<'m>, now: &[Module], heads: &Heads) {
+    /// Names callers by the modules that run now.
+    fn set_code(&mut self, hooks: &Hooks<'m>, now: &[Module]) {
         let mut code = self.names.code().clone();
         code.forget(|known| !now.iter().any(|module| module.is_same(known)));
         if code.learn(hooks.kernel(), self.machine.ram(), now).is_ok() {
-            self.names.set_code(code, heads);
+            self.names.set_code(code);
         }
     }
 
@@ -234,9 +233,14 @@ impl<'m, S> Tracer<'m, S> {
                 let Some(later) = client.as_ref().and_then(|client| client.later()) else {
                     continue;
                 };
-                if later.filter.selects(&site.name) {
+                let fits = !later.returns || takes_return(&site).is_ok();
+                if fits && later.filter.selects(&site.name) {
                     slots |= 1 << slot;
-                    want.traced.get_or_insert(later.method);
+                    want.traced = match later.returns {
+                        true => Some(Method::Call),
+                        false => want.traced.or(Some(later.method)),
+                    };
+                    want.returns |= later.returns;
                 }
             }
             if slots != 0 {

@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 
 use clap::ValueEnum;
+use patcher::trace::sink::GraphColumns;
 
 use super::Output;
 use crate::cli::summary::size;
@@ -45,6 +46,8 @@ pub struct Destination {
     pub output: Output,
     /// The form that was asked for.
     pub format: Option<Format>,
+    /// What text of a trace of returns shows beside them.
+    pub columns: GraphColumns,
 }
 
 impl Destination {
@@ -78,8 +81,10 @@ mod tests {
 
     #[test]
     fn the_form_is_the_one_asked_for_or_goes_by_the_files_name() {
-        let form =
-            |output: &str, format| Destination { output: output.parse().unwrap(), format }.format();
+        let columns = GraphColumns::default();
+        let form = |output: &str, format| {
+            Destination { output: output.parse().unwrap(), format, columns }.format()
+        };
         assert_eq!(form("-", None), Format::Ftrace);
         assert_eq!(form("a.dat/trace", None), Format::Ftrace);
         assert_eq!(form("dir/trace.dat", None), Format::TraceDat);

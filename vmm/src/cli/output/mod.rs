@@ -12,10 +12,13 @@ use std::str::FromStr;
 use anyhow::{Context, Result, ensure};
 
 mod format;
+mod nesting;
+mod profile;
 mod records;
 mod stream;
 
 pub use format::{Destination, Format};
+pub use profile::FunctionTime;
 pub use records::Records;
 use stream::Stream;
 

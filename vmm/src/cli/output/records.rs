@@ -8,10 +8,13 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::{Result, ensure};
 use patcher::trace::recording::Recorder;
-use patcher::trace::sink::{Beginning, Event, FtraceText, JsonLines, Perfetto, Sink, TraceDat};
+use patcher::trace::sink::{
+    Beginning, Event, FtraceText, JsonLines, Perfetto, Sink, TraceDat, Tracer,
+};
 
+use super::profile::Profile;
 use super::stream::Out;
-use super::{Destination, Format, Opened, Output, Stream};
+use super::{Destination, Format, FunctionTime, Opened, Output, Stream};
 
 /// Where the records go, opened.
 pub struct Records {
@@ -20,6 +23,8 @@ pub struct Records {
     file: Option<File>,
     name: String,
     on_stdout: bool,
+    /// Of a trace of returns: which functions took how long.
+    profile: Option<Profile>,
 }
 
 enum Writing {
@@ -52,8 +57,12 @@ impl Records {
         };
         let writing = match to.format() {
             Format::Ftrace => match out(file) {
-                Out::File(file) => Writing::TextFile(FtraceText::file(file)),
-                Out::Stream(stream) => Writing::Text(FtraceText::stream(stream)),
+                Out::File(file) => {
+                    Writing::TextFile(FtraceText::file(file).with_columns(to.columns))
+                }
+                Out::Stream(stream) => {
+                    Writing::Text(FtraceText::stream(stream).with_columns(to.columns))
+                }
             },
             Format::Perfetto => Writing::Perfetto(Perfetto::new(out(file))),
             Format::Vmm => Writing::Recording(Recorder::new(out(file))),
@@ -69,7 +78,8 @@ impl Records {
                 Writing::TraceDat(TraceDat::new(BufWriter::new(file), spool))
             }
         };
-        Ok(Self { writing, file: kept, name, on_stdout: to.output == Output::Stdout })
+        let on_stdout = to.output == Output::Stdout;
+        Ok(Self { writing, file: kept, name, on_stdout, profile: None })
     }
 
     /// Whether the records go to standard output.
@@ -80,6 +90,11 @@ impl Records {
     /// What that is called in messages.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The functions that took most time, if the trace tells of returns; so many at most.
+    pub fn times(&self, count: usize) -> Vec<FunctionTime> {
+        self.profile.as_ref().map(|profile| profile.top(count)).unwrap_or_default()
     }
 
     fn sink(&mut self) -> &mut dyn Sink {
@@ -111,10 +126,14 @@ impl Sink for Records {
         if let Some(file) = &self.file {
             file.set_len(0)?;
         }
+        self.profile = (beginning.tracer == Tracer::Graph).then(Profile::default);
         self.sink().begin(beginning)
     }
 
     fn event(&mut self, event: &Event<'_>) -> io::Result<()> {
+        if let Some(profile) = &mut self.profile {
+            profile.event(event);
+        }
         // Not by `sink`: this is called ten million times a second.
         match &mut self.writing {
             Writing::TextFile(sink) => sink.event(event),
@@ -141,12 +160,13 @@ mod tests {
 
     use patcher::arch::ByteOrder;
     use patcher::trace::recording::Recording;
-    use patcher::trace::sink::Name;
+    use patcher::trace::sink::{EventKind, GraphColumns, Name};
 
     use super::*;
 
     const EVENT: Event<'_> = Event {
         time_ns: 1_000_000,
+        kind: EventKind::Call,
         cpu: 0,
         function: Name { id: 0, text: "f", address: 0x1004, offset: 4 },
         caller: Name { id: 1, text: "g", address: 0x2020, offset: 0x20 },
@@ -156,6 +176,8 @@ mod tests {
     };
 
     const BEGINNING: Beginning<'_> = Beginning {
+        tracer: Tracer::Function,
+        interrupts: (0, 0),
         cpus: 1,
         contexts: false,
         release: "6.1",
@@ -164,7 +186,8 @@ mod tests {
     };
 
     fn to(path: &Path, format: Format) -> Destination {
-        Destination { output: Output::File(path.to_owned()), format: Some(format) }
+        let (format, columns) = (Some(format), GraphColumns::default());
+        Destination { output: Output::File(path.to_owned()), format, columns }
     }
 
     #[test]
@@ -212,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_trace_dat_is_not_written_to_a_pipe() {
-        let to = Destination { output: Output::Stdout, format: Some(Format::TraceDat) };
+        let to = Destination { output: Output::Stdout, ..to(Path::new(""), Format::TraceDat) };
         let refused = Records::open(&to, &[], Arc::default()).err().expect("an error").to_string();
         assert!(
             refused.starts_with("a trace.dat can't be written to standard output"),

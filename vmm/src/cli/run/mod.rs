@@ -21,7 +21,7 @@ use vmm::kvm::GuestExit;
 use super::output::{Destination, Records};
 use super::serving::{Serving, claim, serve};
 use super::status::Status;
-use super::watch::{self, Plan, Watched, panic_said};
+use super::watch::{self, OwnTrace, Plan, Watched, panic_said};
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -67,6 +67,7 @@ impl Drop for Farewell {
 pub fn run(options: &Options) -> Result<Status> {
     let console = options.console()?;
     let rings = options.rings()?;
+    let request = options.tracing.request()?;
     let inputs: Vec<&Path> =
         std::iter::once(&options.kernel).chain(&options.initrd).map(PathBuf::as_path).collect();
     let stop = Arc::new(AtomicBool::new(false));
@@ -80,7 +81,7 @@ pub fn run(options: &Options) -> Result<Status> {
     let serial = SerialConsole::new(sink).context("the guest's console can't be had")?;
     let guest = engine::build(options, rings, serial)?;
     let Serving { server, commands, identity } = serve(claim, guest.engine())?;
-    let trace = records.zip(options.tracing.request());
+    let trace = records.zip(request);
     let plan = Plan::new(trace, console == Console::Stdio, identity, commands);
 
     let on_signal = sender.clone();
@@ -125,10 +126,11 @@ pub fn run(options: &Options) -> Result<Status> {
 /// Sums up and says how it ended.
 fn conclude(reason: Reason, watched: Watched, to: Option<&Destination>) -> Result<Status> {
     let Watched { panicked, summary, too_early, error, .. } = watched;
-    if let Some((summary, lasted)) = summary {
+    if let Some(OwnTrace { summary, lasted, times }) = summary {
         let text = summary::summary(&Totals::from(&summary), &summary.functions, lasted);
+        let times = summary::times(&times);
         let file = to.filter(|_| error.is_none()).and_then(Destination::told);
-        say(format!("{text}{}", file.unwrap_or_default()).trim_end());
+        say(format!("{text}{times}{}", file.unwrap_or_default()).trim_end());
     }
     let reader_gone = error.as_ref().is_some_and(is_broken_pipe);
     if let Some(error) = error.filter(|_| !reader_gone) {

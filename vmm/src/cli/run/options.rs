@@ -92,6 +92,9 @@ Examples:
   Watch which functions of the VFS it calls, but for one:
     vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -f 'vfs_*' -n vfs_getattr
 
+  See what its reading of files calls, and how long each of it takes:
+    vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace graph --graph-function vfs_read
+
   Trace every function into a file, and use the console meanwhile:
     vmm run --kernel /boot/vmlinuz --initrd initrd.img --trace func -o trace.txt
 
@@ -268,9 +271,25 @@ mod tests {
         refused("--cpus -1", "unexpected argument");
         refused("--memory 0", "a size must be more than zero");
         refused("--memory lots", "a size is a whole number");
-        refused("--trace graph", "invalid value 'graph'");
+        refused("--trace stack", "invalid value 'stack'");
+        refused("--trace graph --max-depth 0", "0 is not in 1..");
+        refused("--trace graph --threshold 0s", "a time must be more than zero");
         refused("--accel xen", "invalid value 'xen'");
         assert!(Run::try_parse_from(["r", "--kernel", "k", "--trace", "func", "-f", ""]).is_err());
+    }
+
+    #[test]
+    fn what_a_graph_is_to_show_needs_a_graph() {
+        let request = |line: &str| parse(line).unwrap().tracing.request();
+        let options = "--max-depth 3 --graph-function vfs_* --threshold 10us";
+        let graph = request(&format!("--trace graph {options}")).unwrap().unwrap().graph;
+        assert_eq!((graph.max_depth, graph.threshold_ns), (Some(3), Some(10_000)));
+        assert_eq!(graph.functions, ["vfs_*"]);
+        for line in [options.to_owned(), format!("--trace func {options}")] {
+            assert!(request(&line).unwrap_err().to_string().contains("graph"), "{line}");
+        }
+        let trapped = request("--trace graph --method trap").unwrap_err();
+        assert!(trapped.to_string().contains("not by traps"), "{trapped}");
     }
 
     #[test]

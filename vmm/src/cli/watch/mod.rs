@@ -15,7 +15,7 @@ use vmm::control::Command;
 use vmm::control::protocol::{EndReason, TraceRequest};
 use vmm::kvm::GuestExit;
 
-use super::output::Records;
+use super::output::{FunctionTime, Records};
 use super::progress::Progress;
 use super::say;
 use super::status::Status;
@@ -78,6 +78,17 @@ pub fn panic_said() -> Status {
     Status::GuestPanicked
 }
 
+/// What the run's own trace came to.
+#[derive(Debug)]
+pub struct OwnTrace {
+    /// Events, and what became of them.
+    pub summary: Summary,
+    /// How long it lasted.
+    pub lasted: Duration,
+    /// The functions that took most time, if it told of returns.
+    pub times: Vec<FunctionTime>,
+}
+
 /// What the watcher has seen.
 #[derive(Debug, Default)]
 pub struct Watched {
@@ -85,8 +96,8 @@ pub struct Watched {
     pub panicked: bool,
     /// The guest was reset, which has ended the trace.
     pub reset: bool,
-    /// What the trace came to and how long it lasted, if there was one.
-    pub summary: Option<(Summary, Duration)>,
+    /// What the trace came to, if there was one.
+    pub summary: Option<OwnTrace>,
     /// A trace was wanted and the guest ended before there was one.
     pub too_early: bool,
     /// Why watching, or the trace, was given up.

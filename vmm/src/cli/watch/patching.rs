@@ -8,8 +8,9 @@ use humantime::format_rfc3339_seconds;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::livepatch::{
     Attempt, Map, PatchError, PatchId, PatchInfo, PatchOptions, PatchState, Patches, Pending,
-    RevertAttempt, Stander,
+    RevertAttempt,
 };
+use patcher::stacks::Stander;
 use patcher::trace::filter::Glob;
 use vmm::control::protocol::{
     self, Address, EndReason, Function, MAX_FUNCTIONS, MAX_STANDERS, Patch, PatchRequest, Patched,

@@ -5,7 +5,7 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
@@ -13,8 +13,8 @@ use patcher::machine::Machine;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, refusals};
 use patcher::trace::session::LAST_RECORDS;
-use patcher::trace::sink::{Beginning, Sink};
-use patcher::trace::tracer::{ArmError, Armed, ClientId, Summary, Tracer};
+use patcher::trace::sink::{self, Beginning, Sink};
+use patcher::trace::tracer::{ArmError, Armed, ClientId, Tracer};
 use vmm::control::protocol::{
     self, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals, TraceInfo,
     TraceRequest,
@@ -24,7 +24,7 @@ use vmm::control::{Command, Outbox, TraceWanted};
 use super::answers::{Counts, Desk, Ours, list};
 use super::patching::Patching;
 use super::writer::Writer;
-use super::{LOOK, broken};
+use super::{LOOK, OwnTrace, broken};
 use crate::cli::output::Records;
 use crate::cli::progress::Progress;
 use crate::cli::{say, summary};
@@ -60,8 +60,8 @@ struct Ending {
 
 /// What became of everything.
 pub struct Ended {
-    /// What the run's own trace came to and how long it lasted, if there was one.
-    pub own: Option<(Summary, Duration)>,
+    /// What the run's own trace came to, if there was one.
+    pub own: Option<OwnTrace>,
     /// Why it could not be written.
     pub failure: Option<io::Error>,
     /// Whether all functions were put back.
@@ -82,6 +82,8 @@ pub struct Service<'m> {
     /// Writes the run's own trace.
     writer: Option<Writer>,
     own_failed: bool,
+    /// Whether it was said that calls that never return can't be told from others.
+    told_of_returns: bool,
     ended: Ended,
 }
 
@@ -104,6 +106,7 @@ impl<'m> Service<'m> {
             patching: Patching::default(),
             writer: None,
             own_failed: false,
+            told_of_returns: false,
             ended: Ended { own: None, failure: None, disarmed: Ok(()) },
         }
     }
@@ -113,11 +116,12 @@ impl<'m> Service<'m> {
     /// # Errors
     /// Nothing is selected, or it can't be armed or written.
     pub fn trace_own(&mut self, mut records: Records, request: TraceRequest) -> Result<()> {
+        request.check().map_err(Error::msg)?;
         let cpus = self.machine.vcpus();
         let (hooks, tracer) = self.tracer()?;
         let selection = select(hooks, &request)?;
         let contexts = tracer.contexts();
-        let beginning = Beginning::of(hooks.kernel(), cpus, contexts);
+        let beginning = Beginning::of(hooks.kernel(), request.tracer.into(), cpus, contexts);
         records.begin(&beginning).map_err(|error| broken(error, records.name()))?;
         let (writer, outbox) =
             Writer::start(records, contexts).context("no thread can be had to write")?;
@@ -190,6 +194,12 @@ impl<'m> Service<'m> {
         }
         if let Some(hooks) = &mut self.hooks {
             self.patching.step(hooks);
+            if let Some(Err(error)) = hooks.tend_returns(Instant::now())
+                && !std::mem::replace(&mut self.told_of_returns, true)
+            {
+                progress.clear();
+                say(format_args!("calls that never return can't be told from others: {error}"));
+            }
         }
         let patience = match (self.traces.is_empty(), taken) {
             (true, _) => LOOK.min(self.patching.due()),
@@ -268,8 +278,9 @@ impl<'m> Service<'m> {
         let (reason, lasted) = (ending.reason, ending.lasted);
         finished.sink.end(End { reason, error, totals: Totals::from(&summary), lasted });
         if trace.pid.is_none() {
-            self.ended.failure = self.writer.take().and_then(|writer| writer.finish().err());
-            self.ended.own = Some((summary, lasted));
+            let (written, times) = self.writer.take().map_or((Ok(()), Vec::new()), Writer::finish);
+            self.ended.failure = written.err();
+            self.ended.own = Some(OwnTrace { summary, lasted, times });
         }
         // Whoever stops a trace is told by its end; all others by the run's.
         let is_told = trace.pid.is_some() && reason == EndReason::Stopped;
@@ -431,10 +442,14 @@ fn failed(message: impl Into<String>) -> Refusal {
 fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, SelectError> {
     let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
     let filter = Filter { only: globs(&request.filter), except: globs(&request.notrace) };
-    match request.method {
-        Method::Call => Selection::beside(hooks, &filter),
-        Method::Trap => Selection::trapping(hooks, &filter),
-    }
+    let selection = match request.method {
+        Method::Call => Selection::beside(hooks, &filter)?,
+        Method::Trap => Selection::trapping(hooks, &filter)?,
+    };
+    Ok(match request.tracer {
+        protocol::Tracer::Func => selection,
+        protocol::Tracer::Graph => selection.with_returns((&request.graph).into()),
+    })
 }
 
 /// What is said of a trace that begins.
@@ -454,6 +469,7 @@ fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol
         stop: armed.stop.total(),
         contexts: recorded.is_some_and(|recorded| recorded.preempt_count.is_ok()),
         missing: recorded.and_then(RecordedTask::missing),
+        interrupts: sink::interrupt_entries(kernel),
         arch: kernel.arch().name().to_owned(),
         big_endian: kernel.arch().byte_order() == ByteOrder::Big,
     }

@@ -8,14 +8,15 @@ use std::time::Duration;
 use patcher::trace::sink::Sink;
 use vmm::control::{Fed, Feed, Names, Outbox};
 
-use crate::cli::output::Records;
+use crate::cli::output::{FunctionTime, Records};
+use crate::cli::summary;
 
 /// How long it is waited for calls at a time.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The thread.
 #[derive(Debug)]
-pub struct Writer(JoinHandle<io::Result<()>>);
+pub struct Writer(JoinHandle<(io::Result<()>, Vec<FunctionTime>)>);
 
 impl Writer {
     /// Writes what is put into the outbox to `records`, which have begun; calls tell what their CPU was
@@ -25,24 +26,24 @@ impl Writer {
     /// The thread can't be had.
     pub fn start(records: Records, contexts: bool) -> io::Result<(Self, Outbox)> {
         let (outbox, feed) = Outbox::new();
-        let thread = thread::Builder::new()
-            .name("trace-writer".into())
-            .spawn(move || write(records, &feed, Names::new(contexts)))?;
+        let thread = thread::Builder::new().name("trace-writer".into()).spawn(move || {
+            let mut records = records;
+            let written = write(&mut records, &feed, Names::new(contexts));
+            (written, records.times(summary::TOP))
+        })?;
         Ok((Self(thread), outbox))
     }
 
-    /// Waits until all is written that was put in, and tells whether it could be.
-    ///
-    /// # Errors
-    /// What writing said.
-    pub fn finish(self) -> io::Result<()> {
-        self.0
-            .join()
-            .unwrap_or_else(|_| Err(io::Error::other("the thread that writes has panicked")))
+    /// Waits until all is written that was put in, and tells whether it could be and which functions
+    /// took most time.
+    pub fn finish(self) -> (io::Result<()>, Vec<FunctionTime>) {
+        self.0.join().unwrap_or_else(|_| {
+            (Err(io::Error::other("the thread that writes has panicked")), Vec::new())
+        })
     }
 }
 
-fn write(mut records: Records, feed: &Feed, mut names: Names) -> io::Result<()> {
+fn write(records: &mut Records, feed: &Feed, mut names: Names) -> io::Result<()> {
     let (mut events, mut missed) = (0, 0);
     loop {
         match feed.next(PATIENCE) {

@@ -1,7 +1,7 @@
 //! What is said on the control socket, message by message.
 //!
-//! Every message is one line of JSON. A [`Reply::Batch`] is followed by as many records of
-//! [`CALL_BYTES`] bytes as it says, and a [`Request::PatchApply`] by as many bytes of a payload.
+//! Every message is one line of JSON. A [`Reply::Batch`] is followed by as many bytes of calls as it
+//! says, and a [`Request::PatchApply`] by as many bytes of a payload.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,12 +13,12 @@ pub use patches::{
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
-    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, Method, NONE, Totals, TraceInfo,
-    TraceRequest, Tracer,
+    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, GraphRequest, MAX_BEHIND,
+    MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo, TraceRequest, Tracer,
 };
 
 /// The one version of the protocol that there is.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// The longest line that a client may send, in bytes without its newline.
 pub const MAX_REQUEST: usize = 64 << 10;
@@ -31,6 +31,9 @@ pub const MAX_GLOBS: usize = 1024;
 
 /// Calls in a batch at most.
 pub const MAX_CALLS: usize = 8192;
+
+/// Bytes of a batch's calls at most.
+pub const MAX_BATCH: usize = 1 << 20;
 
 /// Pads in one [`Reply::Pads`] at most.
 pub const MAX_PADS: usize = 512;

@@ -2,9 +2,13 @@
 
 use std::time::Duration;
 
-use patcher::trace::sink::Context;
+use patcher::trace::filter::Glob;
+use patcher::trace::graph;
+use patcher::trace::sink::{self, Context, EventKind};
 use patcher::trace::tracer::Summary;
 use serde::{Deserialize, Serialize};
+
+use super::MAX_GLOBS;
 
 /// What is to be traced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +24,63 @@ pub struct TraceRequest {
     /// How calls are noticed of functions that are not traced yet.
     #[serde(default, skip_serializing_if = "Method::is_call")]
     pub method: Method,
+    /// What of calls and returns is wanted; of no meaning to other tracers.
+    #[serde(default, skip_serializing_if = "GraphRequest::is_all")]
+    pub graph: GraphRequest,
+}
+
+impl TraceRequest {
+    /// Whether it makes sense.
+    ///
+    /// # Errors
+    /// Why not, in a sentence.
+    pub fn check(&self) -> Result<(), String> {
+        let globs = self.filter.len() + self.notrace.len() + self.graph.functions.len();
+        if globs > MAX_GLOBS {
+            return Err(format!("a trace has at most {MAX_GLOBS} globs"));
+        }
+        if self.tracer != Tracer::Graph && !self.graph.is_all() {
+            let message = "a greatest depth, functions that others are called from, and a threshold \
+                           are for the tracer graph";
+            return Err(message.into());
+        }
+        if self.tracer == Tracer::Graph && self.method == Method::Trap {
+            let message = "returns are recorded only of calls that are noticed by the method call, \
+                           not by traps";
+            return Err(message.into());
+        }
+        Ok(())
+    }
+}
+
+/// What of calls and returns is wanted.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct GraphRequest {
+    /// Only calls that are nested in fewer than so many.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_depth: Option<u32>,
+    /// Globs: only functions that match, and what is called from them; all if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub functions: Vec<String>,
+    /// Only returns, of calls that took no less than so many nanoseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threshold_ns: Option<u64>,
+}
+
+impl From<&GraphRequest> for graph::Options {
+    fn from(request: &GraphRequest) -> Self {
+        Self {
+            max_depth: request.max_depth,
+            functions: request.functions.iter().map(|glob| Glob::new(glob)).collect(),
+            threshold_ns: request.threshold_ns,
+        }
+    }
+}
+
+impl GraphRequest {
+    fn is_all(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// How calls of a function are noticed.
@@ -40,11 +101,23 @@ impl Method {
 }
 
 /// What is recorded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tracer {
     /// Each call of a function, with its caller.
+    #[default]
     Func,
+    /// Each call and each return.
+    Graph,
+}
+
+impl From<Tracer> for sink::Tracer {
+    fn from(tracer: Tracer) -> Self {
+        match tracer {
+            Tracer::Func => Self::Function,
+            Tracer::Graph => Self::Graph,
+        }
+    }
 }
 
 /// A trace that goes on.
@@ -91,6 +164,9 @@ pub struct Armed {
     /// What calls do not tell of their tasks, and why, in one sentence.
     #[serde(default)]
     pub missing: Option<String>,
+    /// Where the kernel's code that interrupts enter begins and ends; both 0 if that is not known.
+    #[serde(default)]
+    pub interrupts: (u64, u64),
     /// The guest's architecture.
     #[serde(default)]
     pub arch: String,
@@ -99,11 +175,13 @@ pub struct Armed {
     pub big_endian: bool,
 }
 
-/// Calls follow, [`CALL_BYTES`] bytes each.
+/// Calls follow, [`CALL_BYTES`] bytes each and what is behind it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchHeader {
     /// How many.
     pub calls: usize,
+    /// How many bytes they have together.
+    pub bytes: usize,
     /// All names that were given before are void.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub forget: bool,
@@ -171,11 +249,32 @@ pub struct Totals {
     pub stops: Vec<Duration>,
     /// Functions that the guest has changed meanwhile, and that were left alone.
     pub foreign: usize,
+    /// Functions of which calls have not returned, and how many, most first; [`MAX_OUTSTANDING`] at most.
+    #[serde(default)]
+    pub outstanding: Vec<(String, u64)>,
+    /// Calls of others that have not returned.
+    #[serde(default)]
+    pub others_outstanding: u64,
+    /// Calls that have returned although no return of theirs was seen.
+    #[serde(default)]
+    pub lost_returns: u64,
+    /// Returns of which no call was seen, behind records that were lost.
+    #[serde(default)]
+    pub lost_calls: u64,
 }
+
+/// Functions that an end names at most of which calls have not returned.
+pub const MAX_OUTSTANDING: usize = 16;
 
 impl From<&Summary> for Totals {
     fn from(summary: &Summary) -> Self {
+        let (named, others) =
+            summary.outstanding.split_at(summary.outstanding.len().min(MAX_OUTSTANDING));
         Self {
+            outstanding: named.iter().map(|(name, count)| (name.to_string(), *count)).collect(),
+            others_outstanding: others.iter().map(|(_, count)| count).sum(),
+            lost_returns: summary.lost_returns,
+            lost_calls: summary.lost_calls,
             events: summary.events,
             overrun: summary.overrun,
             lost: summary.lost.clone(),
@@ -197,8 +296,11 @@ impl Totals {
     }
 }
 
-/// Bytes of one call in a batch.
-pub const CALL_BYTES: usize = 28;
+/// Bytes of one call in a batch, without what is behind it.
+pub const CALL_BYTES: usize = 32;
+
+/// Bytes that there can be behind a call.
+pub const MAX_BEHIND: usize = 4096;
 
 /// In the place of a number: there is none.
 pub const NONE: u32 = u32::MAX;
@@ -214,9 +316,14 @@ pub const NONE: u32 = u32::MAX;
 /// 19  u8   how often preemption had been disabled
 /// 20  u32  number of the task; NONE if it is not known
 /// 24  u32  number of the task's name; NONE if it is not known
+/// 28  u8   kind: 0 a call; 1 a call of which the return comes as well; 2 a return
+/// 29  u8   0
+/// 30  u16  how many bytes are behind it
+/// 32       these: of an entry u32 depth; of a return u32 depth, u64 value, u64 nanoseconds since the
+///          call, all bits set if these are not known
 /// ```
 ///
-/// All of it little-endian.
+/// All of it little-endian. Further bytes behind it have no meaning yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
     /// Nanoseconds since the guest's time-stamp clock read zero.
@@ -233,6 +340,8 @@ pub struct Call {
     pub pid: Option<u32>,
     /// Number of its name.
     pub comm: Option<u32>,
+    /// What kind it is.
+    pub kind: EventKind,
 }
 
 impl Call {
@@ -247,23 +356,33 @@ impl Call {
         call[19] = self.context.preempt_depth;
         call[20..24].copy_from_slice(&self.pid.unwrap_or(NONE).to_le_bytes());
         call[24..28].copy_from_slice(&self.comm.unwrap_or(NONE).to_le_bytes());
+        call[28] = self.kind.tag();
+        let at = bytes.len();
         bytes.extend_from_slice(&call);
+        self.kind.encode(bytes);
+        let behind = (bytes.len() - at - CALL_BYTES) as u16;
+        bytes[at + 30..at + 32].copy_from_slice(&behind.to_le_bytes());
     }
 
-    /// The call in these bytes.
+    /// The first of the calls in these bytes, and what comes after it; `None` if it is cut or of no known
+    /// kind.
     #[must_use]
-    pub fn decode(bytes: &[u8; CALL_BYTES]) -> Self {
-        let u32_at = |at: usize| {
-            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-        };
-        Self {
+    pub fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
+        let (call, rest) = bytes.split_first_chunk::<CALL_BYTES>()?;
+        let u32_at =
+            |at: usize| u32::from_le_bytes([call[at], call[at + 1], call[at + 2], call[at + 3]]);
+        let behind = usize::from(u16::from_le_bytes([call[30], call[31]]));
+        let (behind, rest) = rest.split_at_checked(behind).filter(|_| behind <= MAX_BEHIND)?;
+        let call = Self {
             time_ns: u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32,
             function: u32_at(8),
             caller: u32_at(12),
-            cpu: u16::from_le_bytes([bytes[16], bytes[17]]),
-            context: Context::of_flags(bytes[18], bytes[19]),
+            cpu: u16::from_le_bytes([call[16], call[17]]),
+            context: Context::of_flags(call[18], call[19]),
             pid: Some(u32_at(20)).filter(|pid| *pid != NONE),
             comm: Some(u32_at(24)).filter(|comm| *comm != NONE),
-        }
+            kind: EventKind::decode(call[28], behind)?,
+        };
+        Some((call, rest))
     }
 }

@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{env, fs, process};
 
-use patcher::trace::sink::{Context, Event, Name as EventName, Sink, Task};
+use patcher::trace::sink::{Context, Event, EventKind, Name as EventName, Return, Sink, Task};
 use patcher::trace::tracer::ClientId;
 use proptest::prelude::*;
 
@@ -103,6 +103,7 @@ fn request() -> TraceRequest {
         filter: vec!["a*".into()],
         notrace: vec![],
         method: protocol::Method::Call,
+        graph: protocol::GraphRequest::default(),
     }
 }
 
@@ -153,6 +154,7 @@ fn watch(
                 let client = ids.next().unwrap();
                 armed.lock().unwrap().insert(client);
                 let described = Armed {
+                    interrupts: (1, 2),
                     release: "6.1".into(),
                     kaslr_offset: -1,
                     symbols: 1,
@@ -212,7 +214,18 @@ fn name(id: u64, text: &str) -> EventName<'_> {
 fn event(time_ns: u64, function: u64) -> Event<'static> {
     let (function, caller) = (name(function, NAMES[function as usize]), name(9, "c"));
     let (task, context) = of_time(time_ns);
-    Event { time_ns, cpu: 1, function, caller, task, context: Some(context), missed: 0 }
+    let (kind, context) = (kind_of(time_ns), Some(context));
+    Event { time_ns, kind, cpu: 1, function, caller, task, context, missed: 0 }
+}
+
+/// One in three is of each kind.
+fn kind_of(time_ns: u64) -> EventKind {
+    let back = Return { depth: 3, value: !time_ns, duration_ns: Some(time_ns) };
+    match time_ns % 3 {
+        0 => EventKind::Call,
+        1 => EventKind::Entry { depth: time_ns as u32 },
+        _ => EventKind::Return(back),
+    }
 }
 
 /// What the calls of these tests tell of their tasks.
@@ -232,6 +245,7 @@ fn received(calls: &mut Calls) -> (Vec<(u64, String)>, End) {
             assert_eq!((event.cpu, event.caller.text), (1, "c"));
             let (task, context) = of_time(event.time_ns);
             assert_eq!((event.task, event.context), (task, Some(context)));
+            assert_eq!(event.kind, kind_of(event.time_ns));
             all.push((event.time_ns, event.function.to_string()));
         };
         match calls.next(take).unwrap() {
@@ -282,18 +296,21 @@ fn a_trace_arrives_whole_and_in_order_and_the_connection_stays() {
     let expected = (0..20_000).map(|time| (time, NAMES[time as usize % 4].to_owned()));
     assert!(all.into_iter().eq(expected));
     assert_eq!(ended, end(20_000));
-    assert_eq!(calls.counts(), NAMES.map(|name| (name.to_owned(), 5000)).sorted());
+    let is_call = |time: &usize| kind_of(*time as u64).is_call();
+    let count = |n| (0..20_000).filter(is_call).filter(|time| time % 4 == n).count() as u64;
+    let counts = [0, 1, 2, 3].map(|n| (NAMES[n].to_owned(), count(n)));
+    assert_eq!(calls.counts(), counts.sorted());
     guest.wait_until_nothing_is_armed();
 }
 
-/// Sorts names of equal counts, as counts do.
+/// Sorts as counts do.
 trait Sorted {
     fn sorted(self) -> Vec<(String, u64)>;
 }
 
 impl Sorted for [(String, u64); 4] {
     fn sorted(mut self) -> Vec<(String, u64)> {
-        self.sort();
+        self.sort_by(|(a_name, a), (b_name, b)| b.cmp(a).then_with(|| a_name.cmp(b_name)));
         self.into()
     }
 }
@@ -364,10 +381,10 @@ fn whoever_breaks_the_rules_is_told_and_turned_away() {
     let globs = serde_json::to_string(&vec!["a"; MAX_GLOBS + 1]).unwrap();
     for (said, kind) in [
         (b"hello\n".to_vec(), RefusalKind::Malformed),
-        (b"{\"vmm\":\"other\",\"versions\":[2]}\n".to_vec(), RefusalKind::Malformed),
+        (b"{\"vmm\":\"other\",\"versions\":[3]}\n".to_vec(), RefusalKind::Malformed),
         (b"{\"vmm\":\"control\",\"versions\":[]}\n".to_vec(), RefusalKind::Version),
         (vec![b' '; MAX_REQUEST + 1], RefusalKind::Malformed),
-        (after_hello("{\"request\":\"trace\",\"tracer\":\"graph\"}"), RefusalKind::Malformed),
+        (after_hello("{\"request\":\"trace\",\"tracer\":\"stack\"}"), RefusalKind::Malformed),
         (after_hello("{\"request\":\"stop\"}"), RefusalKind::Malformed),
         (patches::announced(&hello, MAX_PAYLOAD + 1), RefusalKind::Malformed),
         (after_hello(&"[".repeat(MAX_REQUEST)), RefusalKind::Malformed),
@@ -383,8 +400,11 @@ fn whoever_breaks_the_rules_is_told_and_turned_away() {
     }
     let mut client = guest.client();
     let many = TraceRequest { filter: serde_json::from_str(&globs).unwrap(), ..request() };
-    let refused = client.trace(&many, || false).unwrap_err();
-    assert!(matches!(refused, ClientError::Refused(r) if r.kind == RefusalKind::Refused));
+    let (tracer, method) = (protocol::Tracer::Graph, protocol::Method::Trap);
+    for request in [many, TraceRequest { tracer, method, ..request() }] {
+        let refused = client.trace(&request, || false).unwrap_err();
+        assert!(matches!(refused, ClientError::Refused(r) if r.kind == RefusalKind::Refused));
+    }
     assert_eq!(client.status(LONG).unwrap(), status(), "it may still ask for something else");
 
     let (calls, _outbox) = guest.trace();
@@ -409,7 +429,7 @@ fn connections_are_bounded_and_places_are_given_back() {
 /// Lines that a client might send, and what is none.
 fn words() -> impl Strategy<Value = Vec<u8>> {
     let lines = [
-        "{\"vmm\":\"control\",\"versions\":[2]}\n",
+        "{\"vmm\":\"control\",\"versions\":[3]}\n",
         "{\"request\":\"status\"}\n",
         "{\"request\":\"info\"}\n",
         "{\"request\":\"pads\",\"glob\":\"*\"}\n",
@@ -539,10 +559,15 @@ proptest! {
         pid in prop::option::of(0..NONE), comm in prop::option::of(0..NONE),
     ) {
         let context = Context::of_flags(flags, preempt_depth);
-        let call = Call { time_ns, function, caller, cpu, context, pid, comm };
+        let kind = kind_of(time_ns);
+        let call = Call { time_ns, function, caller, cpu, context, pid, comm, kind };
         let mut bytes = Vec::new();
         call.encode(&mut bytes);
-        prop_assert_eq!(Call::decode(bytes[..].try_into().unwrap()), call);
+        for cut in 0..bytes.len() {
+            prop_assert_eq!(Call::decode(&bytes[..cut]), None);
+        }
+        bytes.push(1);
+        prop_assert_eq!(Call::decode(&bytes), Some((call, &[1_u8][..])));
     }
 
     #[test]
@@ -564,10 +589,11 @@ proptest! {
             match feed.next(Duration::ZERO) {
                 Fed::Batch(batch) => {
                     prop_assert!(super::wire::line(&Reply::Batch(batch.header.clone())).len() < MAX_REPLY);
-                    prop_assert_eq!(batch.calls.len(), batch.header.calls * CALL_BYTES);
+                    prop_assert_eq!(batch.calls.len(), batch.header.bytes);
                     names.extend(batch.header.names);
-                    for call in batch.calls.as_chunks::<CALL_BYTES>().0 {
-                        let call = Call::decode(call);
+                    let mut rest = &batch.calls[..];
+                    while let Some((call, behind)) = Call::decode(rest) {
+                        rest = behind;
                         prop_assert_eq!(call.time_ns, given.len() as u64);
                         given.push(names[call.function as usize].clone());
                     }

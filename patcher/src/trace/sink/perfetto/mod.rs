@@ -1,7 +1,7 @@
 //! Traces for Perfetto (ui.perfetto.dev).
 //!
 //! Every call is an instant on the track of its task, with its caller and what the CPU was in the
-//! middle of as annotations. Beside these there is a track for each CPU, with a slice for each stretch
+//! middle of as annotations; in a trace that tells of returns it is a slice, with what was returned. Beside these there is a track for each CPU, with a slice for each stretch
 //! of calls of one task: whom the trace saw there, which need not be all that ran.
 
 use std::io::{self, Write};
@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use prost::Message;
 use rustc_hash::FxHashMap;
 
-use super::{Beginning, Event, Gathered, Name, Sink, Task, no_such_cpu};
+use super::{Beginning, Event, EventKind, Gathered, Name, Return, Sink, Task, no_such_cpu};
 
 mod schema;
 #[cfg(test)]
@@ -49,12 +49,17 @@ const IDLE_TRACKS: u64 = 2 << 32;
 const TASK_TRACKS: u64 = 3 << 32;
 
 /// Names of annotations, by their numbers less one.
-const ANNOTATIONS: [&str; 5] = ["caller", "cpu", "flags", "preempt_depth", "missed_before"];
+const ANNOTATIONS: [&str; 6] =
+    ["caller", "cpu", "flags", "preempt_depth", "missed_before", "returned"];
 const CALLER: u64 = 1;
 const CPU: u64 = 2;
 const FLAGS: u64 = 3;
 const PREEMPT_DEPTH: u64 = 4;
 const MISSED: u64 = 5;
+const RETURNED: u64 = 6;
+
+/// Slices that are open on a track at most: events may come from a file that holds anything.
+const MAX_OPEN: usize = 1024;
 
 /// A trace for Perfetto. It can be written to a pipe, and what there is of one that was cut opens too.
 pub struct Perfetto<W> {
@@ -65,6 +70,8 @@ pub struct Perfetto<W> {
     callers: FxHashMap<u64, u64>,
     /// Names under which tasks have tracks.
     tasks: FxHashMap<u32, String>,
+    /// How deep the slices are that are open, by track.
+    open: FxHashMap<u64, Vec<u32>>,
     cpus: Vec<Cpu>,
 }
 
@@ -85,6 +92,7 @@ impl<W: Write> Perfetto<W> {
             functions: FxHashMap::default(),
             callers: FxHashMap::default(),
             tasks: FxHashMap::default(),
+            open: FxHashMap::default(),
             cpus: Vec::new(),
         }
     }
@@ -116,6 +124,7 @@ impl<W: Write> Perfetto<W> {
         if self.tasks.len() >= MAX_KNOWN {
             // Their tracks stay; they are only told of again.
             self.tasks.clear();
+            self.open.clear();
         }
         if !std::mem::take(&mut self.cleared) {
             return;
@@ -172,6 +181,62 @@ impl<W: Write> Perfetto<W> {
         self.stretch(cpu, time, EventType::SliceBegin, name);
     }
 
+    /// Ends what is open on a track as deep as that or deeper.
+    fn close(&mut self, track_uuid: u64, depth: u32, time: u64) {
+        while self
+            .open
+            .get_mut(&track_uuid)
+            .is_some_and(|open| open.pop_if(|at| *at >= depth).is_some())
+        {
+            let kind = EventType::SliceEnd as i32;
+            self.track_event(
+                time,
+                TrackEvent { r#type: kind, track_uuid, ..Default::default() },
+                None,
+            );
+        }
+    }
+
+    /// Ends a call's slice. One that was not begun, as its call was not told of, is begun with it, if it is
+    /// known when that was; `begin` tells of it.
+    fn end_slice(
+        &mut self,
+        time: u64,
+        back: Return,
+        mut begin: TrackEvent,
+        new: Option<InternedData>,
+    ) {
+        let track_uuid = begin.track_uuid;
+        self.close(track_uuid, back.depth.saturating_add(1), time);
+        let open = self.open.get_mut(&track_uuid);
+        let is_open = open.is_some_and(|open| open.pop_if(|at| *at == back.depth).is_some());
+        let returned = vec![returned(back.value)];
+        match back.duration_ns {
+            None if !is_open => {
+                begin.debug_annotations.extend(returned);
+                return self.track_event(time, begin, new);
+            }
+            Some(duration) if !is_open => {
+                begin.r#type = EventType::SliceBegin as i32;
+                self.track_event(time.saturating_sub(duration), begin, new);
+            }
+            // Names that are told of for the first time must not be lost.
+            _ if new.is_some() => self.packet(TracePacket {
+                interned_data: new,
+                sequence_flags: NEEDS_STATE,
+                ..TracePacket::default()
+            }),
+            _ => {}
+        }
+        let end = TrackEvent {
+            debug_annotations: returned,
+            r#type: EventType::SliceEnd as i32,
+            track_uuid,
+            ..TrackEvent::default()
+        };
+        self.track_event(time, end, None);
+    }
+
     fn stretch(&mut self, cpu: u16, time: u64, kind: EventType, name: String) {
         let track_uuid = CPU_TRACKS + u64::from(cpu);
         let event = TrackEvent { r#type: kind as i32, track_uuid, name, ..TrackEvent::default() };
@@ -189,6 +254,19 @@ fn number(known: &mut FxHashMap<u64, u64>, name: Name<'_>) -> (u64, Vec<Interned
 
 fn number_of(name_iid: u64, value: u64) -> DebugAnnotation {
     DebugAnnotation { name_iid, uint_value: Some(value), ..DebugAnnotation::default() }
+}
+
+/// What a call has returned: an error is a negative number, and everything else may be anything.
+fn returned(value: u64) -> DebugAnnotation {
+    const MAX_ERRNO: i64 = 4095;
+    let signed = value.cast_signed();
+    let is_error = (-MAX_ERRNO..0).contains(&signed);
+    DebugAnnotation {
+        name_iid: RETURNED,
+        uint_value: (!is_error).then_some(value),
+        int_value: is_error.then_some(signed),
+        ..DebugAnnotation::default()
+    }
 }
 
 impl<W: Write> Sink for Perfetto<W> {
@@ -245,14 +323,26 @@ impl<W: Write> Sink for Perfetto<W> {
             debug_annotation_string_values,
             ..InternedData::default()
         });
-        let instant = TrackEvent {
+        let mut begin = TrackEvent {
             debug_annotations,
             r#type: EventType::Instant as i32,
             name_iid,
             track_uuid,
             name: String::new(),
         };
-        self.track_event(event.time_ns, instant, new);
+        match event.kind {
+            EventKind::Call => self.track_event(event.time_ns, begin, new),
+            EventKind::Entry { depth } => {
+                self.close(track_uuid, depth, event.time_ns);
+                let open = self.open.entry(track_uuid).or_default();
+                if open.len() < MAX_OPEN {
+                    open.push(depth);
+                    begin.r#type = EventType::SliceBegin as i32;
+                }
+                self.track_event(event.time_ns, begin, new);
+            }
+            EventKind::Return(back) => self.end_slice(event.time_ns, back, begin, new),
+        }
         self.packets.write_many()
     }
 

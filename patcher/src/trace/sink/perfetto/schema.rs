@@ -48,6 +48,8 @@ pub struct DebugAnnotation {
     pub name_iid: u64,
     #[prost(uint64, optional, tag = "3")]
     pub uint_value: Option<u64>,
+    #[prost(int64, optional, tag = "4")]
+    pub int_value: Option<i64>,
     #[prost(string, optional, tag = "6")]
     pub string_value: Option<String>,
     #[prost(uint64, optional, tag = "17")]

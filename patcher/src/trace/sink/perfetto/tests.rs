@@ -47,7 +47,8 @@ fn a_trace_has_the_fields_of_the_published_schema() {
          debug_annotation_names { iid: 2 name: \"cpu\" } \
          debug_annotation_names { iid: 3 name: \"flags\" } \
          debug_annotation_names { iid: 4 name: \"preempt_depth\" } \
-         debug_annotation_names { iid: 5 name: \"missed_before\" } } sequence_flags: 1",
+         debug_annotation_names { iid: 5 name: \"missed_before\" } \
+         debug_annotation_names { iid: 6 name: \"returned\" } } sequence_flags: 1",
         "track_descriptor { uuid: 1 process { pid: 4194305 process_name: \"Linux 6.1 x86_64\" } }",
         "track_descriptor { uuid: 2 name: \"CPUs, by the tasks that calls were seen of\" }",
         "track_descriptor { uuid: 4294967296 name: \"CPU 0\" parent_uuid: 2 }",
@@ -141,4 +142,57 @@ fn names_beyond_what_is_kept_begin_anew() {
         last = packet.track_event.or(last);
     }
     assert_eq!((bytes.len(), cleared, last.unwrap().name_iid), (0, 2, 10));
+}
+
+#[test]
+fn calls_that_return_are_slices_and_what_has_no_return_ends_with_what_called_it() {
+    let at = |time_ns, kind| Event { time_ns, kind, missed: 0, ..EVENTS[0] };
+    let back = |depth, value, duration_ns| EventKind::Return(Return { depth, value, duration_ns });
+    let packets = decoded(&written(&[
+        at(10, EventKind::Entry { depth: 0 }),
+        at(20, EventKind::Entry { depth: 1 }),
+        at(30, back(1, 7, Some(10))),
+        at(40, EventKind::Entry { depth: 1 }),
+        at(50, EventKind::Entry { depth: 1 }),
+        at(60, back(0, -22_i64 as u64, Some(50))),
+        at(70, back(3, 1, Some(5))),
+        at(80, back(2, 1, None)),
+        at(90, EventKind::Entry { depth: 0 }),
+    ]));
+    let track = format!("track_uuid: {}", TASK_TRACKS + 94);
+    let of_task = packets.iter().filter(|packet| packet.contains(&track));
+    let shown: Vec<_> = of_task
+        .map(|packet| {
+            let word =
+                |name: &str| packet.split_once(name).and_then(|(_, rest)| rest.split(' ').next());
+            (
+                word("timestamp: ").unwrap(),
+                word("type: TYPE_").unwrap(),
+                packet.split_once("name_iid: 6 "),
+            )
+        })
+        .map(|(time, kind, value)| {
+            format!(
+                "{time} {kind} {}",
+                value.map_or("", |(_, rest)| rest.split(" }").next().unwrap())
+            )
+        })
+        .collect();
+    assert_eq!(
+        shown,
+        [
+            "10 SLICE_BEGIN ",
+            "20 SLICE_BEGIN ",
+            "30 SLICE_END uint_value: 7",
+            "40 SLICE_BEGIN ",
+            "50 SLICE_END ",
+            "50 SLICE_BEGIN ",
+            "60 SLICE_END ",
+            "60 SLICE_END int_value: -22",
+            "65 SLICE_BEGIN ",
+            "70 SLICE_END uint_value: 1",
+            "80 INSTANT uint_value: 1",
+            "90 SLICE_BEGIN ",
+        ]
+    );
 }

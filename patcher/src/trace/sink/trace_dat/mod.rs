@@ -1,7 +1,7 @@
 //! `trace.dat`, which trace-cmd and KernelShark open.
 //!
-//! Version 6 of the format, as `trace-cmd.dat.v6(5)` describes it: one event, `function`, with the
-//! fields that the kernel's own has, and each CPU's ring in pages. Integers are in the guest's byte
+//! Version 6 of the format, as `trace-cmd.dat.v6(5)` describes it: the events of the kernel's tracers
+//! `function` and `function_graph`, and each CPU's ring in pages. Integers are in the guest's byte
 //! order. The file tells first what is known last: the names of all functions, and how long each
 //! CPU's ring is. So the rings are spooled, one file a CPU, and put together at the end; in memory are
 //! 64 KiB a CPU and the names, of which there is a bound.
@@ -13,17 +13,13 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{Beginning, Event, Name, Sink, no_such_cpu};
 use crate::arch::ByteOrder;
 
+mod formats;
 mod pages;
 #[cfg(test)]
 mod tests;
 
+use formats::{FORMATS, encode};
 use pages::{PAGE, Pages};
-
-/// Bytes of a `function` event's fields.
-const FUNCTION_BYTES: usize = 24;
-
-/// The number of the `function` event, `TRACE_FN` in the kernel's `kernel/trace/trace.h`.
-const FUNCTION_ID: u16 = 1;
 
 /// Names that are kept at most; functions beyond that are shown by their addresses.
 const MAX_NAMES: usize = 1 << 20;
@@ -50,21 +46,6 @@ const HEADER_EVENT: &str = "\
 \tdata max type_len  == 28
 ";
 
-const FUNCTION_FORMAT: &str = "\
-name: function
-ID: 1
-format:
-\tfield:unsigned short common_type;\toffset:0;\tsize:2;\tsigned:0;
-\tfield:unsigned char common_flags;\toffset:2;\tsize:1;\tsigned:0;
-\tfield:unsigned char common_preempt_count;\toffset:3;\tsize:1;\tsigned:0;
-\tfield:int common_pid;\toffset:4;\tsize:4;\tsigned:1;
-
-\tfield:unsigned long ip;\toffset:8;\tsize:8;\tsigned:0;
-\tfield:unsigned long parent_ip;\toffset:16;\tsize:8;\tsigned:0;
-
-print fmt: \" %ps <-- %ps\", (void *)REC->ip, (void *)REC->parent_ip
-";
-
 /// Numbers of what may follow the tables (`trace-cmd.dat.v6(5)`).
 const OPTION_UNAME: u16 = 5;
 const OPTION_CPU_COUNT: u16 = 8;
@@ -87,6 +68,8 @@ pub struct TraceDat<W, S> {
     symbols: FxHashMap<u64, Box<str>>,
     /// Names of tasks by their numbers.
     tasks: FxHashMap<u32, Box<str>>,
+    /// Room for an event's fields.
+    fields: Vec<u8>,
 }
 
 impl<W: Write, S: Spool> TraceDat<W, S> {
@@ -102,6 +85,7 @@ impl<W: Write, S: Spool> TraceDat<W, S> {
             known: FxHashSet::default(),
             symbols: FxHashMap::default(),
             tasks: FxHashMap::default(),
+            fields: Vec::new(),
         }
     }
 
@@ -131,9 +115,11 @@ impl<W: Write, S: Spool> TraceDat<W, S> {
             head.u64(text.len() as u64);
             head.bytes.extend_from_slice(text.as_bytes());
         }
-        head.u32(1);
-        head.u64(FUNCTION_FORMAT.len() as u64);
-        head.bytes.extend_from_slice(FUNCTION_FORMAT.as_bytes());
+        head.u32(FORMATS.len() as u32);
+        for format in FORMATS {
+            head.u64(format.len() as u64);
+            head.bytes.extend_from_slice(format.as_bytes());
+        }
         // No systems of events beside ftrace's own.
         head.u32(0);
         let kallsyms = self.kallsyms();
@@ -220,19 +206,13 @@ impl<W: Write, S: Spool> Sink for TraceDat<W, S> {
         {
             self.tasks.insert(pid, comm.into());
         }
-        let context = event.context.unwrap_or_default();
-        let mut fields = [0; FUNCTION_BYTES];
-        fields[..2].copy_from_slice(&self.order.bytes_of_u16(FUNCTION_ID));
-        fields[2] = context.flags();
-        fields[3] = context.preempt_depth;
-        fields[4..8].copy_from_slice(&self.order.bytes_of_u32(pid));
-        fields[8..16].copy_from_slice(&self.order.bytes(event.function.address));
-        fields[16..].copy_from_slice(&self.order.bytes(event.caller.address));
+        self.fields.clear();
+        encode(event, self.order, &mut self.fields);
         let cpus = self.cpus.len();
         let Some(cpu) = self.cpus.get_mut(usize::from(event.cpu)) else {
             return Err(no_such_cpu(event.cpu, cpus));
         };
-        cpu.push(event.time_ns, event.missed, &fields)
+        cpu.push(event.time_ns, event.missed, &self.fields)
     }
 
     fn flush(&mut self) -> io::Result<()> {

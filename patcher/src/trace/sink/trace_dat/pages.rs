@@ -11,7 +11,7 @@
 
 use std::io::{self, Write};
 
-use super::FUNCTION_BYTES;
+use super::formats::MAX_BYTES;
 use crate::arch::ByteOrder;
 
 /// Bytes of a page. It may be any power of two, and need not be the guest's.
@@ -62,18 +62,15 @@ impl<S: Write> Pages<S> {
         Self { spool, order, bytes, page: None, missed: 0, first: 0, last: 0, written: 0 }
     }
 
-    /// Takes an event, in front of which `missed` others are missing.
+    /// Takes an event, in front of which `missed` others are missing. Its fields are whole words, and
+    /// [`MAX_BYTES`] at most.
     ///
     /// # Errors
     /// What writing says.
-    pub fn push(
-        &mut self,
-        time: u64,
-        missed: u64,
-        fields: &[u8; FUNCTION_BYTES],
-    ) -> io::Result<()> {
+    pub fn push(&mut self, time: u64, missed: u64, fields: &[u8]) -> io::Result<()> {
         // Twice a word of time, and the fields.
-        let room = 12 + FUNCTION_BYTES;
+        debug_assert!(fields.len() <= MAX_BYTES && fields.len().is_multiple_of(4));
+        let room = 12 + MAX_BYTES;
         let fits = self.page.is_some_and(|page| self.bytes.len() - page + room <= DATA_END);
         let follows = time >= self.last && time - self.last <= LONGEST;
         if !fits || !follows || missed > 0 {
@@ -86,9 +83,9 @@ impl<S: Write> Pages<S> {
         if delta >> DELTA_BITS > 0 {
             self.word(TIME_EXTEND, delta as u32 & ((1 << DELTA_BITS) - 1));
             self.push_u32((delta >> DELTA_BITS) as u32);
-            self.word((FUNCTION_BYTES / 4) as u32, 0);
+            self.word((fields.len() / 4) as u32, 0);
         } else {
-            self.word((FUNCTION_BYTES / 4) as u32, delta as u32);
+            self.word((fields.len() / 4) as u32, delta as u32);
         }
         self.last = time;
         self.bytes.extend_from_slice(fields);
@@ -144,7 +141,7 @@ impl<S: Write> Pages<S> {
 mod tests {
     use super::*;
 
-    const FIELDS: [u8; FUNCTION_BYTES] = [0xaa; FUNCTION_BYTES];
+    const FIELDS: [u8; 24] = [0xaa; 24];
 
     fn pages(order: ByteOrder, events: &[(u64, u64)]) -> Vec<u8> {
         let mut pages = Pages::new(Vec::new(), order);

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::{env, process};
 
 use super::super::tests::BEGINNING;
-use super::super::{Context, FtraceText, Task};
+use super::super::{Context, EventKind, FtraceText, Return, Task, Tracer};
 use super::*;
 
 const CPUS: usize = 3;
@@ -42,6 +42,7 @@ fn events() -> Vec<Event<'static>> {
         };
         all.push(Event {
             time_ns,
+            kind: EventKind::Call,
             cpu: (step * 7 % 13 % CPUS as u64) as u16,
             function: name(step % 3),
             caller: name(step / 3 % 4),
@@ -153,4 +154,61 @@ fn a_cpu_that_the_guest_does_not_have_is_an_error() {
     sink.begin(&beginning(ByteOrder::Little)).unwrap();
     let error = sink.event(&Event { cpu: 3, ..events()[0] }).unwrap_err();
     assert_eq!(error.to_string(), "an event of CPU 3, of a guest with 3 CPUs");
+}
+
+/// Trees of calls on two CPUs. No event of the one is between a call of the other and its return, which
+/// trace-cmd would take for a call that calls others.
+fn tree() -> Vec<Event<'static>> {
+    let template = events();
+    let mut time_ns = 5_000_000_000;
+    let mut event = |cpu, pid, function: usize, kind| {
+        time_ns += 1_000;
+        let comm = Some(if pid == 7 { "seven" } else { "eight" });
+        let task = Some(Task { pid, comm });
+        Event { time_ns, cpu, kind, task, missed: 0, ..template[function] }
+    };
+    let entry = |depth| EventKind::Entry { depth };
+    let back = |depth, took| EventKind::Return(Return { depth, value: 5, duration_ns: Some(took) });
+    vec![
+        event(0, 7, 0, entry(0)),
+        event(0, 7, 1, entry(1)),
+        event(0, 7, 1, back(1, 2_000)),
+        event(1, 8, 2, entry(0)),
+        event(1, 8, 2, back(0, 6_000)),
+        event(0, 7, 1, entry(1)),
+        event(0, 7, 2, entry(2)),
+        event(0, 7, 2, back(2, 1_000)),
+        event(0, 7, 1, back(1, 3_000)),
+        event(0, 7, 0, back(0, 12_345)),
+    ]
+}
+
+#[test]
+fn trace_cmd_shows_the_tree_that_our_text_shows() {
+    let events = tree();
+    let mut text = Vec::new();
+    let mut sink = FtraceText::stream(&mut text);
+    sink.begin(&Beginning { tracer: Tracer::Graph, ..beginning(ByteOrder::Little) }).unwrap();
+    events.iter().for_each(|event| sink.event(event).unwrap());
+    sink.end(0, 0).unwrap();
+    drop(sink);
+    // What stands behind the columns, and the duration in front of it.
+    let of = |line: &str| {
+        let (columns, call) = line.split_once('|')?;
+        let duration = columns.split_whitespace().rev().nth(1);
+        let duration = duration.filter(|_| columns.trim_end().ends_with("us"));
+        Some((duration.map(str::to_owned), call.trim_end().get(2..)?.to_owned()))
+    };
+    let text = String::from_utf8(text).unwrap();
+    let expected: Vec<_> =
+        text.lines().filter(|line| !line.starts_with('#')).filter_map(of).collect();
+    assert_eq!(expected.len(), 7, "{text}");
+    for order in [ByteOrder::Little, ByteOrder::Big] {
+        let report = trace_cmd(&["report"], &written(order, &events));
+        let shown: Vec<_> = report.lines().filter(|line| line.contains("funcgraph_")).collect();
+        let shown: Vec<_> = shown.into_iter().filter_map(of).collect();
+        assert_eq!(shown, expected, "{report}");
+        let raw = trace_cmd(&["report", "-R"], &written(order, &events));
+        assert!(raw.contains("retval="), "{raw}");
+    }
 }

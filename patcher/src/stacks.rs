@@ -14,7 +14,8 @@
 //! * A task on a CPU that none of this leads to, as one that is just being switched away from, is taken
 //!   to use all of its stack, but for those of vCPUs that run processes.
 //!
-//! Where the guest traces returns itself, it has put other addresses in place of those on stacks, and
+//! An address that was taken off a stack so that a return is recorded is looked up by the stub that is in
+//! its place. Where the guest traces returns itself, it has put other addresses in place of those on stacks, and
 //! what it keeps of them is looked at, too.
 //!
 //! A task that is being created has not run, and is in no ring: its stack holds nothing but where it
@@ -31,6 +32,7 @@ use crate::kernel::{
 };
 use crate::machine::{Registers, StopError, Stopped};
 use crate::mem::PhysMem;
+use crate::region::TakenReturns;
 
 /// Code that nobody may stand in.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,6 +124,7 @@ pub struct StackCheck<'k> {
     kernel: &'k Kernel,
     layout: TaskLayout,
     watched: WatchedCode,
+    returns: Option<TakenReturns<'k>>,
 }
 
 impl<'k> StackCheck<'k> {
@@ -140,7 +143,14 @@ impl<'k> StackCheck<'k> {
     /// The same with the layout known from an earlier check.
     #[must_use]
     pub fn with_layout(kernel: &'k Kernel, layout: TaskLayout, watched: Vec<Watched>) -> Self {
-        Self { kernel, layout, watched: WatchedCode::new(watched) }
+        Self { kernel, layout, watched: WatchedCode::new(watched), returns: None }
+    }
+
+    /// Looks as well at what stubs stand for that functions return to, in a guest where some do.
+    #[must_use]
+    pub fn with_returns(mut self, returns: Option<TakenReturns<'k>>) -> Self {
+        self.returns = returns;
+        self
     }
 
     /// Who stands in the watched code of the guest that `stopped` holds, which has that many vCPUs: each
@@ -225,6 +235,10 @@ impl WatchedCode {
 
 /// The most bytes of a stack that is not known, from the stack pointer on.
 const UNKNOWN_STACK: u64 = 64 << 10;
+
+/// The most functions that have jumped to one another and all return to the same place, so that the stub
+/// of each stands for that of the one before.
+const MOST_TAIL_CALLS: usize = 64;
 
 /// How much of a stack that is not known is looked at at a time: what is mapped is whole pages.
 const PAGE: u64 = 4096;
@@ -368,11 +382,18 @@ impl<'a> Run<'a> {
     /// Adds the function that `word` leads into.
     fn look(&self, word: u64, standers: &mut Vec<Arc<str>>) {
         let kernel = self.check.kernel;
-        let address = Gva(kernel.arch().code_address(kernel.root().format, word));
-        if let Some(watched) = self.check.watched.find(address)
-            && !standers.contains(&watched.name)
-        {
-            standers.push(Arc::clone(&watched.name));
+        let mut word = kernel.arch().code_address(kernel.root().format, word);
+        for _ in 0..MOST_TAIL_CALLS {
+            if let Some(watched) = self.check.watched.find(Gva(word))
+                && !standers.contains(&watched.name)
+            {
+                standers.push(Arc::clone(&watched.name));
+            }
+            let returns = self.check.returns.as_ref();
+            match returns.and_then(|returns| returns.returns_to(word)) {
+                Some(taken) => word = taken,
+                None => break,
+            }
         }
     }
 
