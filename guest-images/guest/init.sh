@@ -6,6 +6,8 @@
 #   vmm.graph=LIST     functions whose calls and returns the guest's own function_graph shows while
 #                      `work` does what vmm.graph-work says; before vmm.work, between VMM-GRAPH-BEGIN
 #                      and VMM-GRAPH-END
+#   vmm.script=FILE    a script of the initramfs that ends before anything else happens, behind the
+#                      workloads
 #   vmm.dump=LIST      afterwards, what the guest itself says: kallsyms, aff (the functions that
 #                      its ftrace can trace), dmesg, cpuinfo, modules, notes (those of the kernel's
 #                      ELF file, as they are), tasks (each one's /proc/PID/task/TID/stat)
@@ -28,7 +30,7 @@ for module in /lib/modules/*.ko; do
     [ -e "$module" ] && { insmod "$module" || echo "VMM-FAILED insmod $module"; }
 done
 
-beside= work= graph= graph_work= dump= dump_to=/dev/console after=poweroff
+beside= work= graph= graph_work= script= dump= dump_to=/dev/console after=poweroff
 read -r cmdline </proc/cmdline
 for word in $cmdline; do
     case $word in
@@ -36,6 +38,7 @@ for word in $cmdline; do
     vmm.work=*) work=${word#*=} ;;
     vmm.graph=*) graph=${word#*=} ;;
     vmm.graph-work=*) graph_work=${word#*=} ;;
+    vmm.script=*) script=${word#*=} ;;
     vmm.dump=*) dump=${word#*=} ;;
     vmm.dump-to=*) dump_to=${word#*=} ;;
     vmm.after=*) after=${word#*=} ;;
@@ -81,6 +84,7 @@ if [ -n "$graph" ]; then
     echo VMM-GRAPH-END
 fi
 if [ -n "$work" ]; then work "$work"; fi
+if [ -n "$script" ]; then sh "$script"; fi
 if [ -n "$dump" ]; then
     IFS=,
     {

@@ -9,7 +9,9 @@ use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::ReturnForm;
-use patcher::kernel::{self, Kernel, Located, NotYet, PartMemory, Refusal, Symbols, locate};
+use patcher::kernel::{
+    self, Kernel, Located, ModuleState, NotYet, Pads, PartMemory, Refusal, Symbols, locate,
+};
 use patcher::machine::Registers;
 use patcher::mem::PhysMem;
 use patcher::region::{Part, RegionWindow};
@@ -51,18 +53,33 @@ impl Guest {
         let own = pads.refused.iter().filter(|refused| refused.why != Refusal::Module);
         found.extend(own.map(|refused| (refused.at, &*refused.name)));
         found.sort_unstable();
-        let names: Vec<String> = found.iter().map(|(_, name)| (*name).to_owned()).collect();
+        let (modules, names): (Vec<String>, Vec<String>) =
+            found.iter().map(|(_, name)| (*name).to_owned()).partition(|name| name.ends_with(']'));
         let functions = fs::read_to_string(self.capture.available_filter_functions()).unwrap();
         compare("functions", &names, own_lines(&functions));
+        let theirs: Vec<&str> =
+            functions.lines().filter(|line| line.split_whitespace().count() > 1).collect();
+        assert!(!theirs.is_empty(), "the guest has loaded modules");
 
-        // Nothing but dead code and modules may be refused in a guest that traces nothing.
-        let of_modules = pads.refused.iter().filter(|r| r.why == Refusal::Module).count();
-        let theirs = functions.lines().count() - names.len();
-        assert!(theirs > 0, "the guest has loaded modules");
-        // Where the list of records has no name, slots tell the pads, and only the kernel's own.
+        // Nothing but dead code may be refused in a guest that traces nothing, and modules where the
+        // kernel does not name them. Where the list of records has no name, slots tell the pads, and only
+        // the kernel's own.
+        let refused = pads.refused.iter().filter(|r| r.why == Refusal::Module).count();
+        let is_named = kernel.symbols().address("modules").is_some();
         let by_slots = self.capture.architecture == S390x
             && kernel.symbols().address("ftrace_pages_start").is_none();
-        assert_eq!(of_modules, if by_slots { 0 } else { theirs });
+        assert_eq!(kernel.modules(&self.ram).is_ok(), is_named);
+        if is_named {
+            // The guest lists them in the order in which modules came.
+            let (mut modules, mut theirs) = (modules, theirs.clone());
+            modules.sort_unstable();
+            theirs.sort_unstable();
+            compare("functions of modules", &modules, theirs.into_iter());
+            self.check_module_sites(&kernel, &pads);
+        } else {
+            assert_eq!(modules, [] as [&str; 0]);
+        }
+        assert_eq!(refused, if by_slots || is_named { 0 } else { theirs.len() });
         for refused in &pads.refused {
             assert!(matches!(refused.why, Refusal::Module | Refusal::DeadWeak), "{refused:?}");
         }
@@ -75,6 +92,24 @@ impl Guest {
         self.check_mapping(&kernel);
         self.check_modules(&kernel, &kallsyms);
         kernel
+    }
+
+    /// Sites of modules are where the kernel maps them, and their functions where it says.
+    fn check_module_sites(&self, kernel: &Kernel, pads: &Pads) {
+        let kallsyms = fs::read_to_string(self.capture.kallsyms()).unwrap();
+        let mut sites = 0;
+        for site in &pads.sites {
+            let Some(module) = &site.module else { continue };
+            assert_eq!(kernel.root().translate(&self.ram, site.at), Ok(site.gpa));
+            assert_eq!(module.state, ModuleState::Live);
+            sites += 1;
+            if sites % 50 == 1 {
+                let name = site.name.replace(" [", "\t[");
+                let line = |letter| format!("{:016x} {letter} {name}\n", site.function.0);
+                assert!(kallsyms.contains(&line('t')) || kallsyms.contains(&line('T')), "{site:?}");
+            }
+        }
+        assert!(sites > 20, "{sites} sites in modules");
     }
 
     /// Every symbol of a module is known to be that module's, in a kernel that names its list of them.

@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::presence::Presence;
 use super::stops::{self, Failure};
 use super::{Changed, Hook, HookError, Hooks, ReleaseError, Want, Witness};
 use crate::addr::Gva;
 use crate::arch::PadBytes;
 use crate::journal::Entry;
-use crate::kernel::Site;
+use crate::kernel::{Module, Site};
 use crate::patch::{self, Foreign, Left, Ours, Patchset};
 
 /// What is to become of a pad.
@@ -74,7 +75,8 @@ impl Hooks<'_> {
             });
             let patchset = Patchset::plan(sites.collect())?;
             self.intend(&moving)?;
-            match stops::apply(self.machine, self.kernel, &patchset, foreign, witness) {
+            let presence = self.presence(&moving);
+            match stops::apply(self.machine, self.kernel, &patchset, &presence, foreign, witness) {
                 Ok(done) => changed = done,
                 Err(Failure { error, torn }) => {
                     for at in torn {
@@ -131,8 +133,9 @@ impl Hooks<'_> {
                 torn: hook.torn,
             }
         });
+        let presence = self.presence(&moving);
         let (released, result) =
-            stops::release(self.machine, self.kernel, sites.collect(), witness);
+            stops::release(self.machine, self.kernel, sites.collect(), &presence, witness);
         let Some(stops::Released { reverted, gone, stops }) = released else {
             return result.map(|()| Changed::default());
         };
@@ -167,6 +170,27 @@ impl Hooks<'_> {
         let listed: Vec<Site> = ours.map(|hook| hook.listed.clone()).collect();
         let wants: Vec<_> = listed.iter().map(|site| (site, Want::default())).collect();
         self.release(&wants, witness)
+    }
+
+    /// Forgets the pads of modules that `is_gone` says are gone, whatever is in their place now. Tells how
+    /// many of them held bytes of ours.
+    pub fn forget_modules(&mut self, is_gone: impl Fn(&Module) -> bool) -> usize {
+        let of_gone = |hook: &Hook| hook.listed.module.as_deref().is_some_and(&is_gone);
+        let gone: Vec<Hook> =
+            self.hooks.extract_if(.., |_, hook| of_gone(hook)).map(|(_, hook)| hook).collect();
+        if let Some(journal) = self.machine.journal() {
+            // A journal that names too much does no harm.
+            drop(journal.settle(gone.iter().map(|hook| hook.listed.gpa)));
+        }
+        self.forget_traps();
+        gone.iter().filter(|hook| hook.is_ours()).count()
+    }
+
+    fn presence(&self, moving: &[&Step]) -> Presence {
+        Presence::of(moving.iter().map(|step| {
+            let listed = &self.hooks[&step.at].listed;
+            (step.at, listed.gpa, listed.module.clone())
+        }))
     }
 
     fn moves(&self, step: &Step) -> bool {

@@ -88,6 +88,9 @@ pub enum HookError {
     /// The kernel is not there any more.
     #[error("the guest does not run the kernel any more that was found in it; nothing was written")]
     OtherKernel,
+    /// A module has gone, with its functions.
+    #[error("the guest has unloaded the module {0} meanwhile; nothing was written, try again")]
+    ModuleGone(Arc<str>),
     /// The witness did not want it.
     #[error("it was not the time for it; nothing was written")]
     HeldBack,

@@ -27,10 +27,10 @@ use std::time::{Duration, Instant};
 
 use crate::addr::Gva;
 use crate::arch::{PadBytes, PadLayout, assemble_stub, stub_ip};
-use crate::kernel::{Kernel, MappedRegion, Pads, PadsError, Site};
+use crate::kernel::{Kernel, MappedRegion, ModuleCode, Pads, PadsError, Refusal, Refused, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::Left;
-use crate::region::Trap;
+use crate::region::{Part, Trap};
 
 mod chain;
 mod change;
@@ -38,6 +38,7 @@ mod counts;
 mod error;
 #[cfg(test)]
 pub(crate) mod place;
+mod presence;
 mod returns;
 mod stops;
 mod sweep;
@@ -226,22 +227,53 @@ impl<'m> Hooks<'m> {
     }
 
     /// The kernel's pads as they are now. Those that hold bytes of ours are among those that may be
-    /// written, with their original bytes.
+    /// written, with their original bytes; those that can't reach the region are not.
     ///
     /// # Errors
     /// They can't be listed.
     pub fn pads(&self) -> Result<Pads, PadsError> {
-        let mut pads = self.kernel.pads(self.machine.ram())?;
+        Ok(self.among_ours(self.kernel.pads(self.machine.ram())?, |_| true))
+    }
+
+    /// The same of these modules only.
+    ///
+    /// # Errors
+    /// They can't be listed.
+    pub fn module_pads(&self, code: &ModuleCode) -> Result<Pads, PadsError> {
+        let pads = self.kernel.module_pads(self.machine.ram(), code)?;
+        Ok(self.among_ours(pads, |at| code.lookup(at).is_some()))
+    }
+
+    /// These pads, which are all that `listed` is true of, with those that hold bytes of ours.
+    fn among_ours(&self, mut pads: Pads, listed: impl Fn(Gva) -> bool) -> Pads {
         let ours: BTreeMap<Gva, &Site> = (self.hooks.values())
-            .filter(|hook| self.holds_ours(hook))
+            .filter(|hook| listed(hook.listed.at) && self.holds_ours(hook))
             .map(|hook| (hook.listed.at, &hook.listed))
             .collect();
         pads.refused.retain(|refused| !ours.contains_key(&refused.at));
         pads.sites.retain(|site| !ours.contains_key(&site.at));
         let padded = ours.into_values().filter(|site| !site.is_unpadded());
         pads.sites.extend(padded.cloned());
+        let (near, far): (Vec<Site>, Vec<Site>) =
+            pads.sites.into_iter().partition(|site| site.module.is_none() || self.reaches(site.at));
+        pads.sites = near;
         pads.sites.sort_by_key(|site| site.at);
-        Ok(pads)
+        let far = far.into_iter();
+        let why = Refusal::OutOfReach;
+        pads.refused.extend(far.map(|Site { name, at, .. }| Refused {
+            name,
+            at,
+            why: why.clone(),
+        }));
+        pads
+    }
+
+    /// Whether a branch at `at` reaches all code of the region, and `at` is so near that the low half of
+    /// an address there is no other's.
+    fn reaches(&self, at: Gva) -> bool {
+        let (arch, code) = (self.kernel.arch(), self.region.range(Part::Code));
+        let near = at.0.abs_diff(code.start.0) < 1 << 31;
+        near && [code.start, code.end].into_iter().all(|to| arch.encode_branch(at, to).is_ok())
     }
 
     /// What the pad at `at` is wanted for.

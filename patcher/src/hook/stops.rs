@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::presence::Presence;
 use super::{Changed, HookError, ReleaseError, Witness};
 use crate::addr::Gva;
 use crate::kernel::Kernel;
@@ -42,6 +43,7 @@ pub(super) fn apply(
     machine: &dyn Machine,
     kernel: &Kernel,
     patchset: &Patchset,
+    presence: &Presence,
     foreign: Foreign,
     witness: &mut dyn Witness,
 ) -> Result<Changed, Failure> {
@@ -71,7 +73,11 @@ pub(super) fn apply(
             };
         }
         let mut at = Marks { since, still, verified: still };
-        let result = in_stop(machine, &prepared, foreign, &mut *stopped, witness, &mut at);
+        let lost = presence.lost(kernel, machine.ram(), true).pop_first();
+        let result = match lost.and_then(|at| presence.module(at)) {
+            Some(module) => Err(HookError::ModuleGone(Arc::clone(&module.name)).into()),
+            None => in_stop(machine, &prepared, foreign, &mut *stopped, witness, &mut at),
+        };
         let written = Instant::now();
         witness.after();
         // A guest that ended meanwhile is told of by whoever waits for it.
@@ -79,8 +85,8 @@ pub(super) fn apply(
             Ok(stop) => stop,
             Err(StopError::Gone) => StopTimes::default(),
             Err(error) => {
-                let torn =
-                    result.map_or_else(|failed| failed.torn, |done| undo(machine, kernel, &done));
+                let undo = |done| undo(machine, kernel, presence, &done);
+                let torn = result.map_or_else(|failed| failed.torn, undo);
                 return Err(Failure { error: HookError::Undone(error), torn });
             }
         };
@@ -133,9 +139,15 @@ fn in_stop(
 }
 
 /// Nobody is told of what was applied, so it must not be: gives the sites where it may be all the same.
-fn undo(machine: &dyn Machine, kernel: &Kernel, applied: &Applied) -> Vec<Gva> {
+fn undo(
+    machine: &dyn Machine,
+    kernel: &Kernel,
+    presence: &Presence,
+    applied: &Applied,
+) -> Vec<Gva> {
     let sites = applied.sites();
-    match release(machine, kernel, sites.iter().map(Ours::from).collect(), &mut ()) {
+    let ours = sites.iter().map(Ours::from).collect();
+    match release(machine, kernel, ours, presence, &mut ()) {
         (Some(Released { reverted, .. }), _) => {
             reverted.failed.iter().map(|left| left.at).collect()
         }
@@ -159,6 +171,7 @@ pub(super) fn release(
     machine: &dyn Machine,
     kernel: &Kernel,
     sites: Vec<Ours<'_>>,
+    presence: &Presence,
     witness: &mut dyn Witness,
 ) -> (Option<Released>, Result<(), ReleaseError>) {
     let mut revert = Revert::new(machine.ram(), sites);
@@ -180,7 +193,8 @@ pub(super) fn release(
         };
         let now = released.get_or_insert_default();
         if is_current(machine, kernel, &mut *stopped) {
-            now.reverted = revert.run(&mut *stopped);
+            let lost = presence.lost(kernel, machine.ram(), false);
+            now.reverted = revert.run_but_for(&mut *stopped, |site| lost.contains(&site.at));
         } else {
             now.gone = true;
         }

@@ -6,6 +6,7 @@
 //! its page used for something else, when the process ends.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use memchr::memmem;
 
@@ -195,7 +196,9 @@ fn kernel_at(
         return Ok(Located::NotYet(NotYet::NoRoot));
     }
     let (banner_at, banner) = find_banner(ram, &image, &symbols)?;
-    Ok(Located::Found(Box::new(Kernel { arch, image, root, symbols, banner, banner_at })))
+    let module_fields = OnceLock::new();
+    let kernel = Kernel { arch, image, root, symbols, banner, banner_at, module_fields };
+    Ok(Located::Found(Box::new(kernel)))
 }
 
 /// The kernel's own root, `None` if it has not built one yet.

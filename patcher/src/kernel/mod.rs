@@ -1,6 +1,7 @@
 //! A guest's kernel, from its memory alone: where it is, what it is, its symbols and its pads.
 
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use crate::addr::{Gpa, Gva};
 use crate::arch::Arch;
@@ -15,6 +16,7 @@ mod kallsyms;
 mod locate;
 mod mapped;
 mod mapping;
+mod module_code;
 mod modules;
 pub mod offline;
 mod pads;
@@ -37,7 +39,8 @@ pub use mapped::{MapRegionError, MappedRegion};
 pub use mapping::{
     InstallError, MappedPart, Mapping, MappingEntry, PartMemory, PlanMappingError, plan_mapping,
 };
-pub use modules::ModuleSymbols;
+pub use module_code::{ModuleCode, ModulePlace};
+pub use modules::{Module, ModuleState, ModuleSymbols, ModulesError};
 pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
 pub use probes::{CpuNumberError, ReturnFormError, Unready};
 pub use records::RecordsError;
@@ -60,6 +63,8 @@ pub struct Kernel {
     symbols: Symbols,
     banner: String,
     banner_at: Gva,
+    /// Where it keeps what of its modules, once that was asked for.
+    module_fields: OnceLock<Result<modules::Fields, ModulesError>>,
 }
 
 /// Guest-virtual memory could not be read.

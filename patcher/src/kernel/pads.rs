@@ -1,9 +1,10 @@
 //! The kernel's pads: which may be written, and which may not and why.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::records::{Record, RecordsError};
-use super::{Kernel, PAGE, ReadError};
+use super::{Kernel, Module, ModuleCode, PAGE, ReadError};
 use crate::addr::{Gpa, Gva};
 use crate::arch::paging::{Leaf, WalkError};
 use crate::arch::{
@@ -19,6 +20,8 @@ pub struct Pads {
     pub sites: Vec<Site>,
     /// Those that may not, likewise.
     pub refused: Vec<Refused>,
+    /// The modules whose pads are among them.
+    pub modules: Vec<Arc<Module>>,
 }
 
 /// A pad that may be written.
@@ -38,6 +41,8 @@ pub struct Site {
     pub layout: &'static PadLayout,
     /// The bytes found in the pad.
     pub original: PadBytes,
+    /// The module whose function it is; `None` for the kernel's own.
+    pub module: Option<Arc<Module>>,
 }
 
 impl Site {
@@ -52,7 +57,7 @@ impl Site {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
     /// The function's name, as the guest's available_filter_functions has it; empty for a function
-    /// of a module.
+    /// of a module of which nothing is known.
     pub name: Box<str>,
     /// The pad's address.
     pub at: Gva,
@@ -86,9 +91,14 @@ pub enum Refusal {
     /// It lies in code that is freed when the kernel has booted.
     #[error("it is code that the kernel frees after its boot")]
     InitText,
-    /// It is a module's.
-    #[error("it is a module's")]
+    /// It is a module's of which nothing is known.
+    #[error(
+        "it is of a module that is just being loaded or unloaded, or that the kernel does not name"
+    )]
     Module,
+    /// It is a module's that lies too far from the region.
+    #[error("its module lies farther from the trampolines than a branch reaches")]
+    OutOfReach,
     /// It holds something that no pad is known to hold.
     #[error("it holds {found}, which no pad is known to hold")]
     UnknownBytes {
@@ -140,7 +150,8 @@ impl Refusal {
             Refusal::NotYet => "not prepared yet",
             Refusal::DeadWeak => "dead code",
             Refusal::InitText => "init code",
-            Refusal::Module => "in modules",
+            Refusal::Module => "in modules that come or go",
+            Refusal::OutOfReach => "in modules too far away",
             Refusal::UnknownBytes { .. } => "of unknown bytes",
             Refusal::UnknownPrefix { .. } => "behind unknown bytes",
             Refusal::Immovable { .. } => "without a pad, and not to be trapped",
@@ -166,7 +177,29 @@ impl Kernel {
     /// # Errors
     /// [`PadsError`].
     pub fn pads(&self, ram: &dyn PhysMem) -> Result<Pads, PadsError> {
+        let records = self.records(ram)?;
+        let in_image = |record: &Record| self.image.range.contains(&record.ip);
+        // Of a kernel that does not tell its modules their functions are refused.
+        let code = match records.iter().all(in_image) {
+            true => ModuleCode::default(),
+            false => self.module_code(ram).unwrap_or_default(),
+        };
+        Ok(self.survey(ram, records, &code))
+    }
+
+    /// Lists the pads of these modules.
+    ///
+    /// # Errors
+    /// [`PadsError`].
+    pub fn module_pads(&self, ram: &dyn PhysMem, code: &ModuleCode) -> Result<Pads, PadsError> {
         let mut records = self.records(ram)?;
+        records.retain(|record| {
+            !self.image.range.contains(&record.ip) && code.lookup(record.ip).is_some()
+        });
+        Ok(self.survey(ram, records, code))
+    }
+
+    fn survey(&self, ram: &dyn PhysMem, mut records: Vec<Record>, code: &ModuleCode) -> Pads {
         // A kernel's records ascend already. One that lists them otherwise, or one of them twice,
         // must not make us read its text over and over, nor list one pad as two sites.
         records.sort_by_key(|record| record.ip);
@@ -177,16 +210,17 @@ impl Kernel {
             }
             same
         });
-        let mut pads = Pads::default();
+        let modules = code.modules().cloned().collect();
+        let mut pads = Pads { modules, ..Pads::default() };
         pads.sites.reserve(records.len());
-        let mut survey = Survey::new(self, ram);
+        let mut survey = Survey::new(self, ram, code);
         for record in &records {
             match survey.site(record) {
                 Ok(site) => pads.sites.push(site),
                 Err(refused) => pads.refused.push(refused),
             }
         }
-        Ok(pads)
+        pads
     }
 }
 
@@ -271,10 +305,19 @@ impl Kernel {
 /// Text is read so many bytes at a time; records ascend, so most find their text read already.
 const WINDOW: u64 = 64 << 10;
 
+/// What an address lies in.
+struct Place<'a> {
+    symbol: &'a str,
+    function: Gva,
+    offset: u64,
+    module: Option<Arc<Module>>,
+}
+
 /// One pass over the kernel's pads.
 struct Survey<'a> {
     kernel: &'a Kernel,
     ram: &'a dyn PhysMem,
+    code: &'a ModuleCode,
     hook: Option<Gva>,
     init_text: Range<Gva>,
     /// The text read last, and where it begins.
@@ -284,10 +327,11 @@ struct Survey<'a> {
 }
 
 impl<'a> Survey<'a> {
-    fn new(kernel: &'a Kernel, ram: &'a dyn PhysMem) -> Self {
+    fn new(kernel: &'a Kernel, ram: &'a dyn PhysMem, code: &'a ModuleCode) -> Self {
         Self {
             kernel,
             ram,
+            code,
             hook: kernel.symbols.address(kernel.arch.compiler_hook_symbol()),
             init_text: kernel.init_text(),
             window: (Gva(0), Vec::new()),
@@ -298,54 +342,85 @@ impl<'a> Survey<'a> {
     /// What `record` is: a site, or why it is none.
     fn site(&mut self, record: &Record) -> Result<Site, Refused> {
         let at = record.ip;
-        let refused = |name: Box<str>, why| Err(Refused { name, at, why });
-        let place = self.kernel.symbols.lookup(at);
-        let (Some(gpa), Some(place)) = (self.kernel.image.translate(at), place) else {
-            return refused(Box::default(), Refusal::Module);
+        let Some(place) = self.place(at) else {
+            return Err(Refused { name: Box::default(), at, why: Refusal::Module });
+        };
+        let Place { module, .. } = &place;
+        let named = |name: String| match module {
+            Some(module) => format!("{name} [{}]", module.name).into_boxed_str(),
+            None => name.into(),
         };
         if record.flags.disabled() {
             // How the guest's available_filter_functions shows such a record.
             let name = format!("__ftrace_invalid_address___{}", place.offset);
-            return refused(name.into(), Refusal::DeadWeak);
+            return Err(Refused { name: named(name), at, why: Refusal::DeadWeak });
         }
-        let name: Box<str> = place.symbol.name.into();
-        if self.init_text.contains(&at) {
-            return refused(name, Refusal::InitText);
-        }
-        let arch = self.kernel.arch;
-        if place.offset > longest_lead(arch) as u64 {
-            return refused(name, Refusal::DeadWeak);
-        }
-        if at.0 % PAGE + arch.pad_len() as u64 > PAGE {
-            return refused(name, Refusal::CrossesPage);
-        }
-        if !self.is_mapped(at, gpa) {
-            return refused(name, Refusal::NotMapped);
-        }
-        let (function, lead) = (place.symbol.address, place.offset as usize);
-        let (kernel, ram, hook) = (self.kernel, self.ram, self.hook);
-        let Some(bytes) = self.text(function, lead + text_len(arch)) else {
-            return refused(name, Refusal::NotMapped);
-        };
-        let (before, text) = bytes.split_at(lead);
-        let read_slot = |at, slot: &mut [u8]| kernel.read_virt(ram, at, slot).is_ok();
-        match judge_pad(arch, at, before, text, hook, read_slot) {
-            Ok(_) if record.flags.in_use() => refused(name, Refusal::GuestTraces { target: None }),
-            Ok(Pad { prefix, layout, original }) => {
-                Ok(Site { name, function, at, gpa, prefix, layout, original })
+        let name = named(place.symbol.to_owned());
+        match self.judge(record, &place) {
+            Ok((gpa, Pad { prefix, layout, original })) => {
+                let (function, module) = (place.function, place.module);
+                Ok(Site { name, function, at, gpa, prefix, layout, original, module })
             }
-            Err(why) => refused(name, why),
+            Err(why) => Err(Refused { name, at, why }),
         }
     }
 
-    /// The `len` bytes of text at `at`, a few at most.
-    fn text(&mut self, at: Gva, len: usize) -> Option<&[u8]> {
-        let image = &self.kernel.image;
+    /// What `at` lies in; `None` if that is not known.
+    fn place(&self, at: Gva) -> Option<Place<'a>> {
+        let kernel = self.kernel;
+        if kernel.image.range.contains(&at) {
+            let place = kernel.symbols.lookup(at)?;
+            let (symbol, function) = (place.symbol.name, place.symbol.address);
+            return Some(Place { symbol, function, offset: place.offset, module: None });
+        }
+        let place = self.code.lookup(at)?;
+        Some(Place {
+            symbol: place.symbol,
+            function: place.function,
+            offset: place.offset,
+            module: Some(Arc::clone(place.module)),
+        })
+    }
+
+    /// Where the pad of `record` is and what it is like, or why it may not be written.
+    fn judge(&mut self, record: &Record, place: &Place<'_>) -> Result<(Gpa, Pad), Refusal> {
+        let (at, arch) = (record.ip, self.kernel.arch);
+        if self.init_text.contains(&at) {
+            return Err(Refusal::InitText);
+        }
+        if place.offset > longest_lead(arch) as u64 {
+            return Err(Refusal::DeadWeak);
+        }
+        if at.0 % PAGE + arch.pad_len() as u64 > PAGE {
+            return Err(Refusal::CrossesPage);
+        }
+        let gpa = self.mapped(at).ok_or(Refusal::NotMapped)?;
+        let (kernel, ram, hook) = (self.kernel, self.ram, self.hook);
+        let (lead, is_modules) = (place.offset as usize, place.module.is_some());
+        let bytes = self.text(place.function, lead + text_len(arch), is_modules);
+        let (before, text) = bytes.ok_or(Refusal::NotMapped)?.split_at(lead);
+        let read_slot = |at, slot: &mut [u8]| kernel.read_virt(ram, at, slot).is_ok();
+        match judge_pad(arch, at, before, text, hook, read_slot) {
+            Ok(_) if record.flags.in_use() => Err(Refusal::GuestTraces { target: None }),
+            judged => judged.map(|pad| (gpa, pad)),
+        }
+    }
+
+    /// The `len` bytes of text at `at`, a few at most, of the image or of a module.
+    fn text(&mut self, at: Gva, len: usize, is_modules: bool) -> Option<&[u8]> {
         let offset = at.offset_from(self.window.0).map(|offset| offset as usize);
         let hit = offset.filter(|offset| offset + len <= self.window.1.len());
         let offset = match hit {
             Some(offset) => offset,
+            None if is_modules => {
+                // What follows it need not be mapped.
+                let mut bytes = vec![0; len];
+                self.kernel.read_virt(self.ram, at, &mut bytes).ok()?;
+                self.window = (at, bytes);
+                0
+            }
             None => {
+                let image = &self.kernel.image;
                 let begin = at.offset_from(image.range.start)?;
                 self.window = (at, image.read(self.ram, begin, WINDOW).ok()?);
                 0
@@ -354,8 +429,8 @@ impl<'a> Survey<'a> {
         self.window.1.get(offset..offset + len)
     }
 
-    /// Whether the kernel maps `va` to `gpa`.
-    fn is_mapped(&mut self, va: Gva, gpa: Gpa) -> bool {
+    /// Where the kernel maps `va`, if that is where it should: the image is in one piece.
+    fn mapped(&mut self, va: Gva) -> Option<Gpa> {
         if !self.leaf.as_ref().is_some_and(|(range, _)| range.contains(&va)) {
             let walked: Result<Leaf, WalkError> = self.kernel.root.walk(self.ram, va);
             self.leaf = walked.ok().map(|leaf| {
@@ -363,8 +438,8 @@ impl<'a> Survey<'a> {
                 (begin..begin + leaf.size, leaf)
             });
         }
-        self.leaf.as_ref().is_some_and(|(range, leaf)| {
-            leaf.gpa.align_down(leaf.size) + (va.0 - range.start.0) == gpa
-        })
+        let (range, leaf) = self.leaf.as_ref()?;
+        let gpa = leaf.gpa.align_down(leaf.size) + (va.0 - range.start.0);
+        self.kernel.image.translate(va).is_none_or(|there| there == gpa).then_some(gpa)
     }
 }

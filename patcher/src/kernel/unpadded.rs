@@ -56,6 +56,7 @@ impl Kernel {
             prefix: &self.arch.pad_prefixes()[0],
             layout: &PadLayout::NONE,
             original: PadBytes::new(&bytes[..len]),
+            module: None,
         }))
     }
 }

@@ -192,6 +192,16 @@ impl<'p> Revert<'p> {
 
     /// Puts the original bytes back at every site that is still ours.
     pub fn run(&mut self, stopped: &mut dyn Stopped) -> Reverted {
+        self.run_but_for(stopped, |_| false)
+    }
+
+    /// The same, but for sites in memory that `is_lost` says is not what it was when they were written:
+    /// nothing is written there, whatever it holds, and they count as foreign.
+    pub fn run_but_for(
+        &mut self,
+        stopped: &mut dyn Stopped,
+        is_lost: impl Fn(&Ours<'_>) -> bool,
+    ) -> Reverted {
         let mut reverted = Reverted::default();
         let (sites, text) = (&self.sites, &self.text);
         let left = |index: usize, found: Found| {
@@ -199,8 +209,18 @@ impl<'p> Revert<'p> {
             site.left(found.bytes(site.form(), site.back).ok())
         };
         // Ascending.
-        let mut kept = Vec::new();
+        let mut kept: Vec<usize> =
+            (0..sites.len()).filter(|index| is_lost(&sites[*index])).collect();
+        let lost = kept.len();
+        for index in &kept {
+            // Whether it can be read makes no difference.
+            let found = text.find(*index).bytes(sites[*index].form(), sites[*index].back);
+            reverted.foreign.push(sites[*index].left(Some(found.unwrap_or(*sites[*index].back))));
+        }
         text.unusual(0..sites.len(), Form::Before, |index, found| {
+            if kept[..lost].binary_search(&index).is_ok() {
+                return ControlFlow::Continue(());
+            }
             let is_form =
                 matches!(&found, Found::Other(found) if sites[index].forms.contains(found));
             if found == Found::After {
@@ -213,6 +233,7 @@ impl<'p> Revert<'p> {
             kept.push(index);
             ControlFlow::Continue(())
         });
+        kept.sort_unstable();
         if kept.is_empty() {
             write_out(stopped, &self.writes);
         } else {

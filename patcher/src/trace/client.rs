@@ -5,11 +5,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::counts::Counts;
+use super::filter::Filter;
 use super::gaps::Gaps;
 use super::graph::Graph;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::sink::Event;
+use crate::hook::Method;
 use crate::machine::StopTimes;
 use crate::patch::Reverted;
 
@@ -84,6 +86,16 @@ pub(super) struct Client<S> {
     gaps: Vec<Gaps>,
     late: u64,
     last_time: u64,
+    later: Later,
+}
+
+/// What a client asks for of modules that are loaded later.
+#[derive(Debug, Clone)]
+pub(super) struct Later {
+    pub filter: Filter,
+    pub method: Method,
+    /// Whether it is given returns.
+    pub returns: bool,
 }
 
 impl<S> Client<S> {
@@ -93,6 +105,7 @@ impl<S> Client<S> {
         (graph, counts): (Option<Graph>, Option<Counts>),
         from: Vec<u64>,
         stops: Vec<StopTimes>,
+        later: Later,
     ) -> Self {
         let counts_returns = graph.as_ref().is_some_and(Graph::has_threshold);
         Self {
@@ -114,12 +127,19 @@ impl<S> Client<S> {
             overrun: 0,
             late: 0,
             last_time: 0,
+            later,
         }
     }
 
     /// No record from these indices on, by CPU, is its own. Only the first call counts.
     pub fn end_at(&mut self, heads: Vec<u64>) {
         self.to.get_or_insert(heads);
+    }
+
+    /// What it asks for of modules that are loaded now; `None` once it has ended, and of one that counts:
+    /// its functions are those that there were when it began.
+    pub fn later(&self) -> Option<&Later> {
+        (self.to.is_none() && self.counts.is_none()).then_some(&self.later)
     }
 
     /// Indices of its records in the ring of `cpu`.

@@ -6,16 +6,45 @@ use std::ops::RangeInclusive;
 ///
 /// `*` is any string, `?` any character, `[a-z]` one of a set, `[!a-z]` one that is not, `\` takes
 /// the next character as it is (the kernel's `lib/glob.c`).
+///
+/// `FUNCTION:mod:MODULE` names functions of modules, as the command of `set_ftrace_filter` does: both
+/// are globs, an empty one is any, and `!` in front of the module means all functions but its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Glob {
     pattern: String,
+    /// How much of it is about the function's name.
+    function: usize,
+    module: Option<ModuleGlob>,
 }
+
+/// What a glob says of modules.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct ModuleGlob {
+    pattern: String,
+    negated: bool,
+}
+
+/// What stands between a function's name and its module's.
+const MODULE_COMMAND: &str = ":mod:";
 
 impl Glob {
     /// A glob of that pattern.
     #[must_use]
     pub fn new(pattern: &str) -> Self {
-        Self { pattern: pattern.to_owned() }
+        let Some((function, module)) = pattern.split_once(MODULE_COMMAND) else {
+            return Self { pattern: pattern.to_owned(), function: pattern.len(), module: None };
+        };
+        let negated = module.starts_with('!');
+        let module = module.strip_prefix('!').unwrap_or(module);
+        // The kernel has no `-` in the names of modules, whatever their files are called.
+        let module =
+            if module.contains('[') { module.to_owned() } else { module.replace('-', "_") };
+        let module = if module.is_empty() { "*".to_owned() } else { module };
+        Self {
+            pattern: pattern.to_owned(),
+            function: function.len(),
+            module: Some(ModuleGlob { pattern: module, negated }),
+        }
     }
 
     /// The pattern as it was given.
@@ -24,38 +53,59 @@ impl Glob {
         &self.pattern
     }
 
-    /// Whether the whole of `name` matches.
+    /// Whether it names functions of certain modules, which may be loaded later.
+    #[must_use]
+    pub fn names_modules(&self) -> bool {
+        self.module.as_ref().is_some_and(|module| !module.negated)
+    }
+
+    /// Whether it matches the whole of `name`, that of a module's function with the module behind it:
+    /// `ext4_sync_fs [ext4]`.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
-        let (pattern, name) = (self.pattern.as_bytes(), name.as_bytes());
-        let (mut p, mut n) = (0, 0);
-        // Where to go on when a match fails: behind the last `*`, one character further in the name.
-        let mut retry: Option<(usize, usize)> = None;
-        loop {
-            if pattern.get(p) == Some(&b'*') {
-                p += 1;
-                retry = Some((p, n));
-                continue;
-            }
-            match (pattern.get(p), name.get(n)) {
-                (None, None) => return true,
-                (Some(_), Some(character)) => {
-                    if let Some(length) = matches_one(&pattern[p..], *character) {
-                        p += length;
-                        n += 1;
-                        continue;
-                    }
+        let (function, module) = match name.split_once(" [") {
+            Some((function, module)) => (function, module.strip_suffix(']')),
+            None => (name, None),
+        };
+        let of_module = self.module.as_ref().is_none_or(|wanted| {
+            module.is_some_and(|module| matches(&wanted.pattern, module)) != wanted.negated
+        });
+        let pattern = &self.pattern[..self.function];
+        let is_any = pattern.is_empty() && self.module.is_some();
+        of_module && (is_any || matches(pattern, function))
+    }
+}
+
+/// Whether the whole of `name` matches.
+fn matches(pattern: &str, name: &str) -> bool {
+    let (pattern, name) = (pattern.as_bytes(), name.as_bytes());
+    let (mut p, mut n) = (0, 0);
+    // Where to go on when a match fails: behind the last `*`, one character further in the name.
+    let mut retry: Option<(usize, usize)> = None;
+    loop {
+        if pattern.get(p) == Some(&b'*') {
+            p += 1;
+            retry = Some((p, n));
+            continue;
+        }
+        match (pattern.get(p), name.get(n)) {
+            (None, None) => return true,
+            (Some(_), Some(character)) => {
+                if let Some(length) = matches_one(&pattern[p..], *character) {
+                    p += length;
+                    n += 1;
+                    continue;
                 }
-                (Some(_), None) => return false,
-                (None, Some(_)) => {}
             }
-            match &mut retry {
-                Some((star, from)) => {
-                    *from += 1;
-                    (p, n) = (*star, *from);
-                }
-                None => return false,
+            (Some(_), None) => return false,
+            (None, Some(_)) => {}
+        }
+        match &mut retry {
+            Some((star, from)) => {
+                *from += 1;
+                (p, n) = (*star, *from);
             }
+            None => return false,
         }
     }
 }
@@ -150,6 +200,13 @@ impl Filter {
             && !self.except.iter().any(|glob| glob.matches(name))
     }
 
+    /// Whether it asks for functions of certain modules: those may be loaded later, so it is no error
+    /// that there are none now.
+    #[must_use]
+    pub fn names_modules(&self) -> bool {
+        self.only.iter().any(Glob::names_modules)
+    }
+
     /// Checks that every glob of `only` names one of `names`, the functions that can be traced, and
     /// that something is left to trace. `refused` are the others, each with the reason.
     ///
@@ -164,13 +221,17 @@ impl Filter {
             if names.clone().any(|name| glob.matches(name)) {
                 continue;
             }
+            let refusal = refused.clone().find(|(name, _)| glob.matches(name));
+            if refusal.is_none() && glob.names_modules() {
+                continue;
+            }
             let pattern = glob.pattern.clone();
-            return Err(match refused.clone().find(|(name, _)| glob.matches(name)) {
+            return Err(match refusal {
                 Some((name, why)) => FilterError::Refused { pattern, function: name.into(), why },
                 None => FilterError::NoMatch { pattern },
             });
         }
-        if names.clone().any(|name| self.selects(name)) {
+        if self.names_modules() || names.clone().any(|name| self.selects(name)) {
             Ok(())
         } else {
             Err(FilterError::NothingLeft)
@@ -206,6 +267,43 @@ mod tests {
             yes.iter().for_each(|name| assert!(glob.matches(name), "{pattern} takes {name:?}"));
             no.iter().for_each(|name| assert!(!glob.matches(name), "{pattern} leaves {name:?}"));
         }
+    }
+
+    #[test]
+    fn a_glob_may_ask_for_functions_of_modules() {
+        let cases: &[(&str, &[&str], &[&str])] = &[
+            (":mod:ext4", &["ext4_sync_fs [ext4]", "init [ext4]"], &["vfs_read", "x [ext42]"]),
+            ("ext4_*:mod:ext4", &["ext4_map [ext4]"], &["ext4_map", "init [ext4]", "ext4_a [x]"]),
+            ("*_read", &["vfs_read", "lo_read [loop]"], &["lo_read_x [loop]"]),
+            ("*:mod:snd-hda*", &["a [snd_hda]", "b [snd_hda_intel]"], &["a", "a [snd]"]),
+            (":mod:", &["a [b]"], &["a"]),
+            (":mod:*", &["a [b]"], &["a"]),
+            ("*write*:mod:!*", &["vfs_write"], &["vfs_read", "a_write [b]"]),
+            (":mod:!ext4", &["vfs_read", "a [b]"], &["a [ext4]"]),
+        ];
+        for (pattern, yes, no) in cases {
+            let glob = Glob::new(pattern);
+            yes.iter().for_each(|name| assert!(glob.matches(name), "{pattern} takes {name:?}"));
+            no.iter().for_each(|name| assert!(!glob.matches(name), "{pattern} leaves {name:?}"));
+        }
+    }
+
+    #[test]
+    fn a_module_that_is_not_there_yet_is_waited_for() {
+        let only = |patterns: &[&str]| Filter {
+            only: patterns.iter().map(|pattern| Glob::new(pattern)).collect(),
+            except: Vec::new(),
+        };
+        let names = ["vfs_read"];
+        let refused = [("a [far]", "too far away")];
+        let check = |patterns: &[&str]| {
+            only(patterns).check(names.iter().copied(), refused.iter().copied())
+        };
+        assert_eq!(check(&[":mod:ext4"]), Ok(()));
+        assert_eq!(check(&["vfs_read", "ext4_*:mod:ext4"]), Ok(()));
+        assert!(matches!(check(&["ext4_*"]), Err(FilterError::NoMatch { .. })));
+        assert!(matches!(check(&["ext4_*:mod:!x"]), Err(FilterError::NoMatch { .. })));
+        assert!(matches!(check(&[":mod:far"]), Err(FilterError::Refused { .. })));
     }
 
     #[test]

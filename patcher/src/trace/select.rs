@@ -1,11 +1,12 @@
 //! Which of a kernel's functions are to be traced.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::filter::{Filter, FilterError};
 use super::graph;
 use crate::hook::{Hooks, Method, takes_return};
-use crate::kernel::{Kernel, Pads, PadsError, Refusal, Refused, Site};
+use crate::kernel::{Kernel, Module, ModulesError, Pads, PadsError, Refusal, Refused, Site};
 use crate::machine::Machine;
 
 /// The functions that are to be traced.
@@ -23,6 +24,10 @@ pub struct Selection {
     pub refused: Vec<Refused>,
     /// Pads that the kernel has, selected or not.
     pub pads: usize,
+    /// What they were chosen by, and those of modules that are loaded later will be.
+    pub filter: Filter,
+    /// The modules among whose functions they were chosen.
+    pub modules: Vec<Arc<Module>>,
 }
 
 /// No functions could be chosen.
@@ -35,6 +40,9 @@ pub enum SelectError {
     /// The filter names nothing.
     #[error(transparent)]
     Filter(#[from] FilterError),
+    /// The filter asks for functions of modules, and those can't be told.
+    #[error(transparent)]
+    Modules(#[from] ModulesError),
 }
 
 impl Selection {
@@ -58,6 +66,7 @@ impl Selection {
     /// # Errors
     /// [`SelectError`].
     pub fn beside(hooks: &Hooks<'_>, filter: &Filter) -> Result<Self, SelectError> {
+        check_modules(hooks, filter)?;
         Ok(Self::among(hooks.pads()?, filter)?)
     }
 
@@ -67,6 +76,7 @@ impl Selection {
     /// # Errors
     /// [`SelectError`].
     pub fn trapping(hooks: &Hooks<'_>, filter: &Filter) -> Result<Self, SelectError> {
+        check_modules(hooks, filter)?;
         let mut pads = hooks.pads()?;
         for glob in &filter.only {
             let name = glob.pattern();
@@ -88,14 +98,14 @@ impl Selection {
     /// recorded.
     #[must_use]
     pub fn with_returns(self, options: graph::Options) -> Self {
-        let Self { method, sites, mut refused, pads, .. } = self;
+        let Self { sites, mut refused, .. } = self;
         let (sites, others): (Vec<Site>, Vec<Site>) =
             sites.into_iter().partition(|site| takes_return(site).is_ok());
         refused.extend(others.into_iter().filter_map(|site| {
             let why = takes_return(&site).err()?;
             Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
         }));
-        Self { method, graph: Some(options), counts: false, sites, refused, pads }
+        Self { graph: Some(options), sites, refused, ..self }
     }
 
     /// Chooses among these pads.
@@ -103,7 +113,7 @@ impl Selection {
     /// # Errors
     /// The filter names nothing.
     pub fn among(pads: Pads, filter: &Filter) -> Result<Self, FilterError> {
-        let Pads { mut sites, mut refused } = pads;
+        let Pads { mut sites, mut refused, modules } = pads;
         let pads = sites.len() + refused.len();
         filter.check(
             sites.iter().map(|site| &*site.name),
@@ -111,7 +121,20 @@ impl Selection {
         )?;
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
-        Ok(Self { method: Method::Call, graph: None, counts: false, sites, refused, pads })
+        let (filter, method) = (filter.clone(), Method::Call);
+        Ok(Self { method, graph: None, counts: false, sites, refused, pads, filter, modules })
+    }
+}
+
+/// Whoever waits for a module must be able to see it come.
+fn check_modules(hooks: &Hooks<'_>, filter: &Filter) -> Result<(), ModulesError> {
+    match filter.names_modules() {
+        // A list that just changes is no reason.
+        true => match hooks.kernel().modules(hooks.machine().ram()) {
+            Ok(_) | Err(ModulesError::Unsound { .. }) => Ok(()),
+            Err(error) => Err(error),
+        },
+        false => Ok(()),
     }
 }
 

@@ -10,7 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::client::Client;
+use super::client::{Client, Later};
 use super::counts::Counts;
 use super::graph::Graph;
 use super::merge::Merger;
@@ -22,12 +22,16 @@ use super::tasks::Tasks;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
 use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
-use crate::kernel::Site;
+use crate::kernel::{PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Part, RegionError, RingLayout};
 
+mod modules;
+
 pub use super::client::Summary;
+use modules::Modules;
+pub use modules::{ModuleChange, ModuleNews};
 
 mod events;
 
@@ -53,6 +57,15 @@ pub enum ArmError {
     /// There are as many clients as there can be.
     #[error("the guest is traced by {MAX_CLIENTS} clients already; end one of them first")]
     TooManyClients,
+    /// The pads of modules that have come can't be listed.
+    #[error(transparent)]
+    Pads(#[from] PadsError),
+    /// Modules came and went for too long.
+    #[error(
+        "functions of too many modules have been traced one after the other; end this trace and \
+         begin another"
+    )]
+    TooManyFunctions,
 }
 
 /// How arming went.
@@ -103,6 +116,7 @@ pub struct Tracer<'m, S> {
     clients: [Option<Client<S>>; MAX_CLIENTS],
     next_id: u64,
     ticks: Ticks,
+    modules: Modules,
 }
 
 impl<'m, S> Tracer<'m, S> {
@@ -126,6 +140,7 @@ impl<'m, S> Tracer<'m, S> {
             clients: [const { None }; MAX_CLIENTS],
             next_id: 0,
             ticks: Ticks::new(machine.clock_hz()),
+            modules: Modules::new(),
         })
     }
 
@@ -138,13 +153,15 @@ impl<'m, S> Tracer<'m, S> {
 
     /// The addresses of the pads of functions that are traced, in no order, and for how many clients.
     pub fn armed_pads(&self, hooks: &Hooks<'m>) -> impl Iterator<Item = (Gva, u32)> {
-        let members = self.members.iter().filter(|member| {
+        let members = self.members.iter().enumerate().filter(|(index, member)| {
             let at = member.listed.at;
             let want = hooks.want(at);
-            (want.traced.is_some() || want.counted) && hooks.is_in_force(at)
+            let is_armed = want.traced.is_some() || want.counted;
+            self.is_there(*index) && is_armed && hooks.is_in_force(at)
         });
-        members
-            .map(|member| (member.listed.at, (member.wanted_by | member.counted_by).count_ones()))
+        members.map(|(_, member)| {
+            (member.listed.at, (member.wanted_by | member.counted_by).count_ones())
+        })
     }
 
     /// Begins to trace the selected functions for a new client. Those that are not armed yet are, all
@@ -161,14 +178,16 @@ impl<'m, S> Tracer<'m, S> {
     ) -> Result<(ClientId, Armed), ArmError> {
         let free = self.clients.iter().position(Option::is_none);
         let slot = free.ok_or(ArmError::TooManyClients)?;
-        if selection.sites.is_empty() {
+        if selection.sites.is_empty() && !selection.filter.names_modules() {
             return Err(HookError::from(PlanError::Empty).into());
         }
-        if self.clients.iter().all(Option::is_none) {
+        let is_first = self.clients.iter().all(Option::is_none);
+        if is_first {
             // Nobody has read the rings for a while, and nobody needs what is in them.
             self.readers = self.fresh_readers()?;
             self.merger = Merger::default();
         }
+        self.meet_modules(hooks, is_first.then_some(&selection.modules));
         let wants: Vec<(&Site, Want)> = (selection.sites.iter())
             .map(|site| (site, hooks.want(site.at)))
             .map(|(site, want)| (site, want, wanted_too(want, selection)))
@@ -190,6 +209,7 @@ impl<'m, S> Tracer<'m, S> {
         if changed.stops.is_empty() {
             look.after();
         }
+        self.names.divide(&heads(&self.readers).into());
         let armed = Armed {
             functions: indices.len(),
             written: changed.written,
@@ -197,7 +217,7 @@ impl<'m, S> Tracer<'m, S> {
             verify: changed.verify,
             write: changed.write,
         };
-        for &index in &indices {
+        for (site, &index) in selection.sites.iter().zip(&indices) {
             let member = &mut self.members[index];
             if counts.is_some() {
                 member.counted_by |= 1 << slot;
@@ -205,6 +225,7 @@ impl<'m, S> Tracer<'m, S> {
                 member.wanted_by |= 1 << slot;
                 member.heard_by |= 1 << slot;
             }
+            self.modules.note(site, index);
         }
         let id = self.next_id;
         self.next_id += 1;
@@ -215,8 +236,13 @@ impl<'m, S> Tracer<'m, S> {
             let roots = indices.iter().filter(|index| is_root(index)).map(|index| *index as u32);
             Graph::new(options.clone(), roots.collect())
         });
+        let later = Later {
+            filter: selection.filter.clone(),
+            method: selection.method,
+            returns: selection.graph.is_some(),
+        };
         let heads = heads(&self.readers);
-        let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops);
+        let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
         if client.graph.is_some() {
             client.slots_missed.start = hooks.missed_returns();
         }
@@ -233,7 +259,7 @@ impl<'m, S> Tracer<'m, S> {
         {
             return index;
         }
-        let index = index.unwrap_or_else(|| self.names.add(site, ip));
+        let index = self.names.add(site, ip);
         let member = Member { listed: site.clone(), wanted_by: 0, counted_by: 0, heard_by: 0 };
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
@@ -241,6 +267,13 @@ impl<'m, S> Tracer<'m, S> {
             None => self.members.push(member),
         }
         index
+    }
+
+    /// Whether a member is what is at its address, and not what was there in a module that is gone.
+    fn is_there(&self, index: usize) -> bool {
+        let listed = &self.members[index].listed;
+        let ip = record_ip(listed.at, &listed.original);
+        self.names.index_of(ip.0 as u32) == Some(index)
     }
 
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
@@ -261,8 +294,9 @@ impl<'m, S> Tracer<'m, S> {
             member.wanted_by &= !(1 << slot);
             member.counted_by &= !(1 << slot);
         }
-        let wants: Vec<(&Site, Want)> = (self.members.iter())
-            .map(|member| (member, hooks.want(member.listed.at)))
+        let wants: Vec<(&Site, Want)> = (self.members.iter().enumerate())
+            .filter(|(index, _)| self.is_there(*index))
+            .map(|(_, member)| (member, hooks.want(member.listed.at)))
             .filter_map(|(member, want)| Some((&member.listed, self.still_wanted(member, want)?)))
             .collect();
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
@@ -329,7 +363,7 @@ impl<'m, S> Tracer<'m, S> {
             // What no site can have written, the guest has.
             let names = &self.names;
             let is_strange = |record: &RawRecord| {
-                names.record_of(record.ip).is_none() && !names.may_be_earlier(record.ip)
+                names.record_of(record).is_none() && !names.may_be_earlier(record.ip)
             };
             let strange = records[before..].iter().position(is_strange);
             if let Some(strange) = strange {

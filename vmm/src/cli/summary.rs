@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use patcher::region::RETURN_SLOTS;
+use patcher::trace::tracer::{ModuleChange, ModuleNews};
 use vmm::control::protocol::{Armed, Totals};
 
 use super::output::FunctionTime;
@@ -33,6 +34,25 @@ pub fn armed(armed: &Armed) -> String {
         counted(armed.pads as u64, "pad"),
         counted(armed.functions as u64, "function"),
     )
+}
+
+/// What has become of a module while its guest is traced.
+pub fn module(news: &ModuleNews) -> String {
+    let module = &news.module;
+    match &news.what {
+        ModuleChange::Armed { functions, stop } => format!(
+            "the guest has loaded the module {module}: {} armed; it stood for {}",
+            counted(*functions as u64, "function"),
+            short(stop.total())
+        ),
+        ModuleChange::Gone { functions } => format!(
+            "the guest has unloaded the module {module}: {} forgotten",
+            counted(*functions as u64, "traced function")
+        ),
+        ModuleChange::Failed(error) => format!(
+            "the guest has loaded the module {module}, and its functions can't be traced: {error}"
+        ),
+    }
 }
 
 /// What is shown while a trace goes on.

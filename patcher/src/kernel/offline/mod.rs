@@ -10,6 +10,8 @@
 //! it does for aarch64 up to 6.1 and s390x up to 6.9, those are applied; the table is found by its
 //! structure, as nothing that these kernels name leads to it.
 
+use std::sync::OnceLock;
+
 use super::image::{Image, MAX_IMAGE};
 use super::locate::{self, LocateError};
 use super::{Kernel, kallsyms};
@@ -97,7 +99,8 @@ impl OfflineKernel {
             image.range.end = end;
         }
         let (banner_at, banner) = locate::find_banner(&memory, &image, &symbols)?;
-        let kernel = Kernel { arch, image, root, symbols, banner, banner_at };
+        let module_fields = OnceLock::new();
+        let kernel = Kernel { arch, image, root, symbols, banner, banner_at, module_fields };
         Ok(Self { kernel, memory })
     }
 

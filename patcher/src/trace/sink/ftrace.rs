@@ -8,10 +8,10 @@ use super::{
     Beginning, Event, EventKind, Gathered, GraphColumns, Sink, Tracer, decimal, no_such_cpu,
 };
 
-/// The text of tracefs' `trace` file with the `function` tracer, or with `function_graph` if the trace tells of
-/// returns ([`GraphLines`]). Of a trace whose events have no
-/// [`Context`](crate::trace::context::Context) it is what tracefs shows with the option `irq-info`
-/// off; a task that is not known is shown as one whose name was never recorded.
+/// The text of tracefs' `trace` file with the `function` tracer, or with `function_graph` if the trace tells
+/// of returns. Of a trace whose events have no [`Context`](crate::trace::context::Context) it is what
+/// tracefs shows with the option `irq-info` off; a task that is not known is shown as one whose name was
+/// never recorded.
 ///
 /// The formats are those of `print_func_help_header`, `print_func_help_header_irq`,
 /// `trace_print_context`, `trace_print_lat_fmt` and `print_fn_trace` in the kernel's `kernel/trace/`

@@ -20,7 +20,7 @@ pub(super) struct Told<'r> {
 impl<'r> Told<'r> {
     /// `None` if it is of no function that was ever traced.
     pub fn of(record: &'r RawRecord, names: &Names<'_>) -> Option<Self> {
-        let (index, is_return) = names.record_of(record.ip)?;
+        let (index, is_return) = names.record_of(record)?;
         Some(Self { record, index, is_return })
     }
 

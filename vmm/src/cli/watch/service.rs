@@ -195,6 +195,10 @@ impl<'m> Service<'m> {
         let is_traced = !self.traces.is_empty();
         if let Some((hooks, tracer)) = self.at_work().filter(|_| is_traced) {
             taken = tracer.drain(hooks, Outbox::event);
+            for news in tracer.follow_modules(hooks) {
+                progress.clear();
+                say(summary::module(&news));
+            }
             self.count();
             self.hand_on();
             self.end_what_is_over();

@@ -157,7 +157,13 @@ impl<W: Write, S: Spool> TraceDat<W, S> {
             self.symbols.iter().map(|(at, name)| (*at, &**name)).collect();
         symbols.push((u64::MAX, "end"));
         symbols.sort_unstable();
-        symbols.iter().map(|(at, name)| format!("{at:016x} T {}\n", word(name))).collect()
+        let line = |(at, name): &(u64, &str)| match name.split_once(" [") {
+            Some((name, module)) => {
+                format!("{at:016x} t {}\t[{}]\n", word(name), word(module.trim_end_matches(']')))
+            }
+            None => format!("{at:016x} T {}\n", word(name)),
+        };
+        symbols.iter().map(line).collect()
     }
 
     /// Names of tasks in the form of tracefs' `saved_cmdlines`.
