@@ -176,8 +176,9 @@ impl Hooks<'_> {
     /// many of them held bytes of ours.
     pub fn forget_modules(&mut self, is_gone: impl Fn(&Module) -> bool) -> usize {
         let of_gone = |hook: &Hook| hook.listed.module.as_deref().is_some_and(&is_gone);
-        let gone: Vec<Hook> =
-            self.hooks.extract_if(.., |_, hook| of_gone(hook)).map(|(_, hook)| hook).collect();
+        let gone: Vec<Gva> =
+            self.hooks.iter().filter(|(_, hook)| of_gone(hook)).map(|(at, _)| *at).collect();
+        let gone: Vec<Hook> = gone.iter().filter_map(|at| self.hooks.remove(at)).collect();
         if let Some(journal) = self.machine.journal() {
             // A journal that names too much does no harm.
             drop(journal.settle(gone.iter().map(|hook| hook.listed.gpa)));
