@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 
 use guest_images::{Architecture, Initramfs, Series, kernel_for};
 use patcher::hook::Hooks;
@@ -22,7 +22,8 @@ const ROUNDS: u64 = 4;
 const USES: u64 = 50;
 
 /// Loads and unloads two modules in turn. Each is used a known number of times, when the host has had
-/// the time to arm it, and unloaded when it has had the time to read what was recorded.
+/// the time to arm it, and unloaded when it has had the time to read what was recorded. At the end it waits for a
+/// line.
 fn script() -> String {
     format!(
         "for round in $(seq {ROUNDS}); do
@@ -33,7 +34,8 @@ fn script() -> String {
              dd if=/dev/zero of=/dev/ram0 bs=4096 count={USES} oflag=direct 2>/dev/null
              rmmod brd
          done
-         echo MODULES-DONE"
+         echo MODULES-DONE
+         read go"
     )
 }
 
@@ -126,6 +128,8 @@ fn modules_are_traced_in_turn(architecture: Architecture, series: Series) {
     assert_eq!(counts.of("lo_ioctl [loop]"), ROUNDS * USES);
     assert_eq!(counts.of("brd_submit_bio [brd]"), ROUNDS * USES);
     drop(hooks);
+    // What is put back is put back before the guest ends.
+    qemu.console_input().write_all(b"\n").unwrap();
     let exit = qemu.wait(Some(LONG));
     let text = transcript.text();
     assert_eq!(exit, Some(GuestExit::PowerOff), "{text}");

@@ -60,7 +60,9 @@ impl Pair {
         let ours: Vec<_> = self.offline.pads().unwrap();
         let ours: Vec<_> = ours.iter().map(|pad| (pad.at + self.moved, &*pad.name)).collect();
         let theirs = self.running.pads(&self.guest.ram).unwrap().sites;
-        let theirs: Vec<_> = theirs.iter().map(|site| (site.at, &*site.name)).collect();
+        // Modules are in other files.
+        let theirs = theirs.iter().filter(|site| site.module.is_none());
+        let theirs: Vec<_> = theirs.map(|site| (site.at, &*site.name)).collect();
         let only = |some: &[(Gva, &str)], others: &[(Gva, &str)]| -> Vec<String> {
             let only = some.iter().filter(|pad| others.binary_search(pad).is_err());
             only.take(20).map(|(at, name)| format!("{name} at {at}")).collect()

@@ -221,13 +221,15 @@ fn what_is_no_recording_is_refused_and_one_is_not_written_over() {
     );
     let empty = folder.file("empty", b"");
     says(&refusal(report(&empty, &[]), 1), &["empty can't be read: it is no recording of vmm's"]);
-    let newer = folder.file("newer", b"\x89VMMREC\n\x02\0\0\0");
-    says(&refusal(report(&newer, &[]), 1), &["it is a recording of version 2"]);
-    let mut recording = b"\x89VMMREC\n\x01\0\0\0".to_vec();
+    let newer = folder.file("newer", b"\x89VMMREC\n\x03\0\0\0");
+    says(&refusal(report(&newer, &[]), 1), &["it is a recording of version 3"]);
+    let mut recording = b"\x89VMMREC\n\x02\0\0\0".to_vec();
     let cut = folder.file("cut", &recording);
     says(&refusal(report(&cut, &[]), 1), &["it ends before it tells of which guest it is"]);
-    // A first block with the content "\0\0\1\0" and two empty texts.
-    recording.extend_from_slice(b"\x01\0\0\0\x08\0\0\0\x9f\x7f\x83\x8f\0\0\x01\0\0\0\0\0");
+    // A first block of a guest with one CPU and all else zero or empty.
+    recording.extend_from_slice(b"\x01\0\0\0\x19\0\0\0\x58\xe8\xc1\xcc");
+    recording.extend_from_slice(&[0; 19]);
+    recording.extend_from_slice(&[1, 0, 0, 0, 0, 0]);
     let whole = folder.file("whole", &recording);
     says(&refusal(report(&whole, &["-o", &whole]), 1), &["can't be written: it is an input"]);
     let piped = refusal(report(&whole, &["--format", "trace-dat"]), 1);
