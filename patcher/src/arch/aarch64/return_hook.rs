@@ -15,9 +15,9 @@
 //! no instruction here touches the flags.
 
 use super::pads::encode_call;
-use super::trampoline::{R31, add_shifted, append_then, page_address, pair, scaled};
+use super::trampoline::{R31, add_shifted, append_then, end_record, page_address, pair, scaled};
 use crate::addr::Gva;
-use crate::arch::{OutOfReach, PidPlace, ReturnExit, ReturnHook};
+use crate::arch::{OutOfReach, ReturnExit, ReturnHook};
 use crate::region::{
     FREE_LIST_BYTES, HEADER_BYTES, RECORD_BYTES, RETURN_SLOT_BYTES, RETURN_STUB_BYTES, slot,
 };
@@ -207,11 +207,6 @@ pub(super) fn assemble_hook(hook: &ReturnHook, at: Gva) -> Result<Vec<u8>, OutOf
 pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let (pool, rings) = (&exit.pool, &exit.rings);
     let number = scaled(exit.cpu_number, 4)?;
-    let pid = match exit.task.pid {
-        Some(PidPlace::InTask { pid, .. }) => Some(scaled(pid, 4)?),
-        Some(PidPlace::Fixed(_)) | None => None,
-    };
-    let count = exit.task.preempt_count.map(|count| scaled(count, 8)).transpose()?;
     let slot_shift = RETURN_SLOT_BYTES.trailing_zeros();
     let mut code = Code::new(at);
     code.put([0xa9bd_0000 | pair(10, R31, 11)]); //     stp x10, x11, [sp, #-48]!
@@ -257,25 +252,7 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     code.put([0xd360_fc00 | 16]); //                    lsr x16, x0, #32
     code.put([0xb900_1000 | 12 << 5 | 16]); //          str w16, [x12, #16]       value, high half
 
-    // w10 = the task's number and the mask of interrupts, w13 = the count.
-    code.put([0xd538_4100 | 16]); //                    mrs x16, sp_el0
-    code.put([match pid {
-        Some(pid) => LDR32 | pid << 10 | 16 << 5 | 10, // ldr w10, [x16, #pid]
-        None => 0x2a1f_03e0 | 10,                      // mov w10, wzr
-    }]);
-    code.put([0xd53b_4220 | 13]); //                    mrs x13, daif
-    code.put([0x2a00_0000 | 13 << 16 | 24 << 10 | 10 << 5 | 10]); // orr w10, w10, w13, lsl #24
-    match count {
-        Some(count) => code.put([
-            LDR64 | count << 10 | 16 << 5 | 16, //      ldr x16, [x16, #count]
-            0xd360_fc00 | 16 << 5 | 13,         //      lsr x13, x16, #32
-            0x2a00_0000 | 13 << 16 | 31 << 10 | 16 << 5 | 13, // orr w13, w16, w13, lsl #31
-        ]),
-        None => code.put([0x2a1f_03e0 | 13]), //        mov w13, wzr
-    }
-    code.put([0x2902_8000 | pair(10, 12, 13)]); //      stp w10, w13, [x12, #20]  task, count
-    code.put([add(12, 12, 28)]); //                     add x12, x12, #28
-    code.put([0x889f_fc00 | 12 << 5 | 11]); //          stlr w11, [x12]           sequence
+    end_record(&mut code.words, &exit.task, 12, 13)?;
     let here = code.here();
     code.words[unrecorded] = 0x36f8_0000 | (distance(unrecorded, here) as u32 & 0x3fff) << 5 | 9;
 
@@ -318,7 +295,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::{ReturnForm, TaskPlaces, Then};
+    use crate::arch::{PidPlace, ReturnForm, TaskPlaces, Then};
     use crate::region::{RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0xffff_924e_9fa0_0000);

@@ -20,7 +20,7 @@
 
 use super::pads::encode_jump;
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, PidPlace, Then};
+use crate::arch::{Logger, OutOfReach, PidPlace, TaskPlaces, Then};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
 
 /// How far `adrp` reaches, in bytes.
@@ -40,11 +40,6 @@ pub(super) const R31: u32 = 31;
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let rings = &logger.rings;
     let number = scaled(logger.cpu_number, 4)?;
-    let pid = match logger.task.pid {
-        Some(PidPlace::InTask { pid, .. }) => Some(scaled(pid, 4)?),
-        Some(PidPlace::Fixed(_)) | None => None,
-    };
-    let count = logger.task.preempt_count.map(|count| scaled(count, 8)).transpose()?;
     let shift = |factor: u64| factor.trailing_zeros();
     let here = |words: &Vec<u32>| at + 4 * words.len() as u64;
 
@@ -80,30 +75,50 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     words.push(0xd360_fc00 | 9 << 5 | 16); //           lsr x16, x9, #32
     words.push(0xb900_1000 | 17 << 5 | 16); //          str w16, [x17, #16]       caller, high half
 
-    // w10 = the task's number and the mask of interrupts, w12 = the count.
-    words.push(0xd538_4100 | 16); //                    mrs x16, sp_el0
-    match pid {
-        Some(pid) => words.push(0xb940_0000 | pid << 10 | 16 << 5 | 10), // ldr w10, [x16, #pid]
-        None => words.push(0x2a1f_03e0 | 10),                            //        mov w10, wzr
-    }
-    words.push(0xd53b_4220 | 12); //                    mrs x12, daif
-    words.push(0x2a00_0000 | 12 << 16 | 24 << 10 | 10 << 5 | 10); // orr w10, w10, w12, lsl #24
-    match count {
-        Some(count) => {
-            words.push(0xf940_0000 | count << 10 | 16 << 5 | 16); // ldr x16, [x16, #count]
-            words.push(0xd360_fc00 | 16 << 5 | 12); //  lsr x12, x16, #32
-            words.push(0x2a00_0000 | 12 << 16 | 31 << 10 | 16 << 5 | 12); // orr w12, w16, w12, lsl #31
-        }
-        None => words.push(0x2a1f_03e0 | 12), //        mov w12, wzr
-    }
-    words.push(0x2902_8000 | pair(10, 17, 12)); //      stp w10, w12, [x17, #20]  task, count
-    words.push(0x9100_7000 | 17 << 5 | 17); //          add x17, x17, #28
-    words.push(0x889f_fc00 | 17 << 5 | 11); //          stlr w11, [x17]           sequence
+    end_record(&mut words, &logger.task, 17, 12)?;
 
     words.push(0xf940_0be0 | 12); //                    ldr x12, [sp, #16]
     words.push(0xa8c2_0000 | pair(10, R31, 11)); //     ldp x10, x11, [sp], #32
     append_then(&mut words, at, logger.then)?;
     Ok(words.into_iter().flat_map(u32::to_le_bytes).collect())
+}
+
+/// Appends what stores the rest of the record at `record`: what is known of the task, and last the sequence
+/// number, which is in `w11`. `record`, `x10`, `x16` and `scratch` are lost.
+///
+/// # Errors
+/// What is recorded of the task is not within 16 KiB of the current task's beginning.
+pub(super) fn end_record(
+    words: &mut Vec<u32>,
+    task: &TaskPlaces,
+    record: u32,
+    scratch: u32,
+) -> Result<(), OutOfReach> {
+    let pid = match task.pid {
+        Some(PidPlace::InTask { pid, .. }) => Some(scaled(pid, 4)?),
+        Some(PidPlace::Fixed(_)) | None => None,
+    };
+    let count = task.preempt_count.map(|count| scaled(count, 8)).transpose()?;
+    // w10 = the task's number and the mask of interrupts, scratch = the count.
+    words.push(0xd538_4100 | 16); //                    mrs x16, sp_el0
+    match pid {
+        Some(pid) => words.push(0xb940_0000 | pid << 10 | 16 << 5 | 10), // ldr w10, [x16, #pid]
+        None => words.push(0x2a1f_03e0 | 10),                            //        mov w10, wzr
+    }
+    words.push(0xd53b_4220 | scratch); //               mrs scratch, daif
+    words.push(0x2a00_0000 | scratch << 16 | 24 << 10 | 10 << 5 | 10); // orr w10, w10, scratch, lsl #24
+    match count {
+        Some(count) => {
+            words.push(0xf940_0000 | count << 10 | 16 << 5 | 16); // ldr x16, [x16, #count]
+            words.push(0xd360_fc00 | 16 << 5 | scratch); // lsr scratch, x16, #32
+            words.push(0x2a00_0000 | scratch << 16 | 31 << 10 | 16 << 5 | scratch); // orr .., lsl #31
+        }
+        None => words.push(0x2a1f_03e0 | scratch), //   mov scratch, wzr
+    }
+    words.push(0x2902_8000 | pair(10, record, scratch)); // stp w10, scratch, [record, #20]  task, count
+    words.push(0x9100_7000 | record << 5 | record); //  add record, record, #28
+    words.push(0x889f_fc00 | record << 5 | 11); //      stlr w11, [record]        sequence
+    Ok(())
 }
 
 /// Appends to the code `words`, which is for `at`, what leads to what is executed behind it. `x16` is
@@ -165,7 +180,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::{ReturnForm, TaskPlaces};
+    use crate::arch::ReturnForm;
     use crate::region::RingLayout;
 
     const AT: Gva = Gva(0xffff_924e_9fa0_0000);

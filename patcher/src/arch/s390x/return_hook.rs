@@ -13,12 +13,10 @@
 //! function, which at either moment nobody uses.
 
 use super::pads::halfwords;
-use super::trampoline::{append_then, load, load_address};
+use super::trampoline::{append_then, begin_record, end_record, load, load_address};
 use crate::addr::Gva;
-use crate::arch::{OutOfReach, PidPlace, ReturnExit, ReturnForm, ReturnHook};
-use crate::region::{
-    FREE_LIST_BYTES, HEADER_BYTES, RECORD_BYTES, RETURN_SLOT_BYTES, RETURN_STUB_BYTES, slot,
-};
+use crate::arch::{OutOfReach, ReturnExit, ReturnForm, ReturnHook};
+use crate::region::{FREE_LIST_BYTES, RETURN_SLOT_BYTES, RETURN_STUB_BYTES, slot};
 
 /// Bytes of the branch in a stub.
 const BRANCH_BYTES: u64 = 6;
@@ -101,10 +99,6 @@ pub(super) fn assemble_hook(hook: &ReturnHook, at: Gva) -> Result<Vec<u8>, OutOf
 /// As [`assemble_hook`]; also for the rings and what is recorded of the task.
 pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let (pool, rings) = (&exit.pool, &exit.rings);
-    let pid = match exit.task.pid {
-        Some(PidPlace::Fixed(pid)) => Some(pid),
-        Some(PidPlace::InTask { .. }) | None => None,
-    };
     let from_stub = shift(RETURN_SLOT_BYTES / RETURN_STUB_BYTES);
     let mut code = Vec::with_capacity(256);
     code.extend([0xeb, 0x25, 0xf0, 0x10, 0x00, 0x24]); // stmg %r2,%r5,16(%r15)
@@ -122,27 +116,7 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     let unrecorded_from = code.len();
 
     // The record, as for a call: %r1 = its place, %r5 = one more than its index.
-    load(&mut code, exit.cpu_number)?; //                 llgf %r2,cpu_nr
-    load_address(&mut code, at, rings.headers())?; //     larl %r1,headers
-    code.extend([0xeb, 0x42, 0x00, shift(HEADER_BYTES), 0x00, 0x0d]); // sllg %r4,%r2,log2(header)
-    code.extend([0xb9, 0x08, 0x00, 0x14]); //             agr %r1,%r4
-    code.extend([0xe3, 0x40, 0x10, 0x00, 0x00, 0x04]); // lg %r4,0(%r1)
-    code.extend([0x41, 0x50, 0x40, 0x01]); //          2: la %r5,1(%r4)
-    code.extend([0xeb, 0x45, 0x10, 0x00, 0x00, 0x30]); // csg %r4,%r5,0(%r1)
-    code.extend([0xa7, 0x44, 0xff, 0xfb]); //             jl 2b
-    load_address(&mut code, at, rings.slots())?; //       larl %r1,records
-    code.extend([0xeb, 0x22, 0x00, rings.ring_shift(), 0x00, 0x0d]); // sllg %r2,%r2,log2(ring)
-    code.extend([0xb9, 0x08, 0x00, 0x12]); //             agr %r1,%r2
-    code.extend([0xb9, 0x16, 0x00, 0x44]); //             llgfr %r4,%r4
-    code.extend([0xc0, 0x4b]);
-    code.extend(rings.index_mask().to_be_bytes()); //     nilf %r4,records - 1
-    code.extend([0xeb, 0x44, 0x00, shift(RECORD_BYTES), 0x00, 0x0d]); // sllg %r4,%r4,log2(record)
-    code.extend([0xb9, 0x08, 0x00, 0x14]); //             agr %r1,%r4
-    if exit.clock {
-        code.extend([0xb2, 0x7c, 0x10, 0x00]); //         stckf 0(%r1)
-    } else {
-        code.extend([0xe5, 0x48, 0x10, 0x00, 0x00, 0x00]); // mvghi 0(%r1),0
-    }
+    begin_record(&mut code, at, (exit.cpu_number, rings, exit.clock), 4)?;
     code.extend([0x58, 0x20, 0x30, slot::FUNCTION]); //   l %r2,function(%r3)
     code.extend([0xa7, 0x2a, 0x00, 0x01]); //             ahi %r2,1
     code.extend([0x50, 0x20, 0x10, 0x08]); //             st %r2,8(%r1)
@@ -150,15 +124,7 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     code.extend([0x50, 0x20, 0x10, 0x0c]); //             st %r2,12(%r1)       value, low half
     code.extend([0xeb, 0x22, 0x00, 32, 0x00, 0x0c]); //   srlg %r2,%r2,32
     code.extend([0x50, 0x20, 0x10, 0x10]); //             st %r2,16(%r1)       value, high half
-    for (place, at) in [(pid, 0x14), (exit.task.preempt_count, 0x18)] {
-        match place {
-            Some(place) => load(&mut code, place)?, //    llgf %r2,current_pid or preempt_count
-            None => code.extend([0xa7, 0x29, 0x00, 0x00]), // lghi %r2,0
-        }
-        code.extend([0x50, 0x20, 0x10, at]); //           st %r2,20(%r1) or 24  task, count
-    }
-    code.extend([0xad, 0x00, 0x10, 0x14]); //             stosm 20(%r1),0       system mask
-    code.extend([0x50, 0x50, 0x10, 0x1c]); //             st %r5,28(%r1)        sequence
+    end_record(&mut code, &exit.task, 4)?;
     let unrecorded = ((code.len() - unrecorded_from + 4) / 2) as u16;
     code[unrecorded_from - 2..unrecorded_from].copy_from_slice(&unrecorded.to_be_bytes());
 
@@ -206,7 +172,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::{TaskPlaces, Then};
+    use crate::arch::{PidPlace, TaskPlaces, Then};
     use crate::region::{RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);

@@ -16,8 +16,8 @@
 
 use super::pads::halfwords;
 use crate::addr::Gva;
-use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, Then};
-use crate::region::{HEADER_BYTES, RECORD_BYTES};
+use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, TaskPlaces, Then};
+use crate::region::{HEADER_BYTES, RECORD_BYTES, RingLayout};
 
 /// The code, to be placed at `at`.
 ///
@@ -26,57 +26,88 @@ use crate::region::{HEADER_BYTES, RECORD_BYTES};
 /// within 512 KiB of address 0.
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
     let rings = &logger.rings;
-    let pid = match logger.task.pid {
-        Some(PidPlace::Fixed(pid)) => Some(pid),
-        Some(PidPlace::InTask { .. }) | None => None,
-    };
-    let shift = |factor: u64| factor.trailing_zeros() as u8;
-
     let mut code = Vec::with_capacity(128);
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x24]); // stmg %r2,%r4,16(%r15)
 
-    // Reserve: %r2 = CPU, %r3 = index of the record in that CPU's ring, %r4 = one more.
-    load(&mut code, logger.cpu_number)?; //               llgf %r2,cpu_nr
-    load_address(&mut code, at, rings.headers())?; //     larl %r1,headers
-    code.extend([0xeb, 0x32, 0x00, shift(HEADER_BYTES), 0x00, 0x0d]); // sllg %r3,%r2,log2(header)
-    code.extend([0xb9, 0x08, 0x00, 0x13]); //             agr %r1,%r3
-    code.extend([0xe3, 0x30, 0x10, 0x00, 0x00, 0x04]); // lg %r3,0(%r1)
-    code.extend([0x41, 0x40, 0x30, 0x01]); //          1: la %r4,1(%r3)
-    code.extend([0xeb, 0x34, 0x10, 0x00, 0x00, 0x30]); // csg %r3,%r4,0(%r1)
-    code.extend([0xa7, 0x44, 0xff, 0xfb]); //             jl 1b
-
-    // %r1 = the slot.
-    load_address(&mut code, at, rings.slots())?; //       larl %r1,slots
-    code.extend([0xeb, 0x22, 0x00, rings.ring_shift(), 0x00, 0x0d]); // sllg %r2,%r2,log2(ring)
-    code.extend([0xb9, 0x08, 0x00, 0x12]); //             agr %r1,%r2
-    code.extend([0xb9, 0x16, 0x00, 0x33]); //             llgfr %r3,%r3
-    code.extend([0xc0, 0x3b]);
-    code.extend(rings.index_mask().to_be_bytes()); //     nilf %r3,slots - 1
-    code.extend([0xeb, 0x33, 0x00, shift(RECORD_BYTES), 0x00, 0x0d]); // sllg %r3,%r3,log2(record)
-    code.extend([0xb9, 0x08, 0x00, 0x13]); //             agr %r1,%r3
-
-    if logger.clock {
-        code.extend([0xb2, 0x7c, 0x10, 0x00]); //         stckf 0(%r1)
-    } else {
-        code.extend([0xe5, 0x48, 0x10, 0x00, 0x00, 0x00]); // mvghi 0(%r1),0
-    }
+    begin_record(&mut code, at, (logger.cpu_number, rings, logger.clock), 3)?;
     code.extend([0x50, 0x00, 0x10, 0x08]); //             st %r0,8(%r1)         function
     code.extend([0x50, 0xe0, 0x10, 0x0c]); //             st %r14,12(%r1)       caller, low half
     code.extend([0xeb, 0x2e, 0x00, 0x20, 0x00, 0x0c]); // srlg %r2,%r14,32
     code.extend([0x50, 0x20, 0x10, 0x10]); //             st %r2,16(%r1)        caller, high half
-    for (place, at) in [(pid, 0x14), (logger.task.preempt_count, 0x18)] {
+    end_record(&mut code, &logger.task, 3)?;
+
+    code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
+    append_then(&mut code, at, logger.then)?;
+    Ok(code)
+}
+
+/// Appends what reserves a record in the ring of the CPU that runs it, and stores the time in it if `clock`
+/// says so: `%r1` is the record's place then, `index` its index and the register behind that one more;
+/// `%r2` is lost.
+///
+/// # Errors
+/// The rings are not within 4 GiB of `at`, or the CPU's number not within 512 KiB of address 0.
+pub(super) fn begin_record(
+    code: &mut Vec<u8>,
+    at: Gva,
+    (cpu_number, rings, clock): (i32, &RingLayout, bool),
+    index: u8,
+) -> Result<(), OutOfReach> {
+    let shift = |factor: u64| factor.trailing_zeros() as u8;
+    let next = index + 1;
+
+    // Reserve: %r2 = CPU.
+    load(code, cpu_number)?; //                           llgf %r2,cpu_nr
+    load_address(code, at, rings.headers())?; //          larl %r1,headers
+    code.extend([0xeb, index << 4 | 2, 0x00, shift(HEADER_BYTES), 0x00, 0x0d]); // sllg index,%r2,log2(header)
+    code.extend([0xb9, 0x08, 0x00, 0x10 | index]); //     agr %r1,index
+    code.extend([0xe3, index << 4, 0x10, 0x00, 0x00, 0x04]); // lg index,0(%r1)
+    code.extend([0x41, next << 4, index << 4, 0x01]); //  1: la next,1(index)
+    code.extend([0xeb, index << 4 | next, 0x10, 0x00, 0x00, 0x30]); // csg index,next,0(%r1)
+    code.extend([0xa7, 0x44, 0xff, 0xfb]); //             jl 1b
+
+    // %r1 = the record's place.
+    load_address(code, at, rings.slots())?; //            larl %r1,slots
+    code.extend([0xeb, 0x22, 0x00, rings.ring_shift(), 0x00, 0x0d]); // sllg %r2,%r2,log2(ring)
+    code.extend([0xb9, 0x08, 0x00, 0x12]); //             agr %r1,%r2
+    code.extend([0xb9, 0x16, 0x00, index << 4 | index]); // llgfr index,index
+    code.extend([0xc0, index << 4 | 0xb]);
+    code.extend(rings.index_mask().to_be_bytes()); //     nilf index,slots - 1
+    code.extend([0xeb, index << 4 | index, 0x00, shift(RECORD_BYTES), 0x00, 0x0d]); // sllg index,index,log2(record)
+    code.extend([0xb9, 0x08, 0x00, 0x10 | index]); //     agr %r1,index
+
+    if clock {
+        code.extend([0xb2, 0x7c, 0x10, 0x00]); //         stckf 0(%r1)
+    } else {
+        code.extend([0xe5, 0x48, 0x10, 0x00, 0x00, 0x00]); // mvghi 0(%r1),0
+    }
+    Ok(())
+}
+
+/// Appends what stores the rest of a record that was begun so: what is known of the task, and last the
+/// sequence number. `%r2` is lost.
+///
+/// # Errors
+/// What is recorded of the task is not within 512 KiB of address 0.
+pub(super) fn end_record(
+    code: &mut Vec<u8>,
+    task: &TaskPlaces,
+    index: u8,
+) -> Result<(), OutOfReach> {
+    let pid = match task.pid {
+        Some(PidPlace::Fixed(pid)) => Some(pid),
+        Some(PidPlace::InTask { .. }) | None => None,
+    };
+    for (place, at) in [(pid, 0x14), (task.preempt_count, 0x18)] {
         match place {
-            Some(place) => load(&mut code, place)?, //    llgf %r2,current_pid or preempt_count
+            Some(place) => load(code, place)?, //         llgf %r2,current_pid or preempt_count
             None => code.extend([0xa7, 0x29, 0x00, 0x00]), // lghi %r2,0
         }
         code.extend([0x50, 0x20, 0x10, at]); //           st %r2,20(%r1) or 24  task, count
     }
     code.extend([0xad, 0x00, 0x10, 0x14]); //             stosm 20(%r1),0       system mask
-    code.extend([0x50, 0x40, 0x10, 0x1c]); //             st %r4,28(%r1)        sequence
-
-    code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x04]); // lmg %r2,%r4,16(%r15)
-    append_then(&mut code, at, logger.then)?;
-    Ok(code)
+    code.extend([0x50, (index + 1) << 4, 0x10, 0x1c]); // st next,28(%r1)       sequence
+    Ok(())
 }
 
 /// Appends to `code`, which is for `at`, what leads to what is executed behind it. `%r1` is lost.
@@ -140,8 +171,6 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::TaskPlaces;
-    use crate::region::RingLayout;
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
 
