@@ -13,7 +13,7 @@ use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{
     Arch, ByteOrder, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPlaces,
-    Then, Thunks,
+    Then, Thunks, assemble_returns,
 };
 use patcher::region::{
     COUNTERS_OFFSET, Counters, PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
@@ -287,11 +287,6 @@ fn write_return_code(
     let logger = Logger { then: Then::Next(hook_at), ..*logger };
     let at = Gva(base + WITH_RETURN_AT as u64);
     code.write(WITH_RETURN_AT, &X86_64.assemble_logger(at, &logger)?);
-    let exit_at = pool.stub_range().end;
-    for index in 0..u64::from(RETURN_SLOTS) {
-        let at = pool.stubs + index * RETURN_STUB_BYTES;
-        code.write((at.0 - base) as usize, &X86_64.assemble_return_stub(at, exit_at)?);
-    }
     let exit = ReturnExit {
         cpu_number: logger.cpu_number,
         rings: logger.rings,
@@ -300,7 +295,7 @@ fn write_return_code(
         pool,
         returns: ReturnForm::Plain,
     };
-    code.write((exit_at.0 - base) as usize, &X86_64.assemble_return_exit(exit_at, &exit)?);
+    code.write((pool.stubs.0 - base) as usize, &assemble_returns(&X86_64, &exit)?);
     Ok(())
 }
 

@@ -11,14 +11,14 @@ use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::{
     Arch, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths, TaskPlaces, TaskWords,
-    Then, Thunks, assemble_stub, stub_ip, text_len,
+    Then, Thunks, assemble_returns, assemble_stub, stub_ip, text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
 use patcher::region::{
     COUNTERS_OFFSET, CodeSpace, Counters, Part, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
-    RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout, read_counters,
+    RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout, read_counters,
 };
 use patcher::trace::ring::RingReader;
 
@@ -271,12 +271,7 @@ impl<'m> Driver<'m> {
                 let returns = ReturnForm::Plain;
                 let exit = ReturnExit { cpu_number, rings, clock: true, task, pool, returns };
                 let mut code = vec![0; (stubs.0 - from.0) as usize];
-                let end = pool.stub_range().end;
-                for index in 0..u64::from(RETURN_SLOTS) {
-                    let stub = stubs + index * RETURN_STUB_BYTES;
-                    code.extend(arch.assemble_return_stub(stub, end)?);
-                }
-                code.extend(arch.assemble_return_exit(end, &exit)?);
+                code.extend(assemble_returns(arch, &exit)?);
                 Ok(code)
             });
             let stubs = Gva(found.0.next_multiple_of(RETURN_STUBS_ALIGN));

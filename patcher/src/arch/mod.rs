@@ -27,7 +27,7 @@ pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
 use relocation::Relocation;
 pub use stacks::{CpuArea, CpuStack, CpuVariable, Extent, Standing, TaskStacks};
-pub use stub::{assemble_stub, stub_ip};
+pub use stub::{assemble_returns, assemble_stub, stub_ip};
 
 /// One guest architecture.
 pub trait Arch: fmt::Debug + Send + Sync {

@@ -1,7 +1,9 @@
-//! What a pad jumps to whose function is traced and redirected.
+//! What a pad jumps to whose function is traced and redirected, and what functions return to whose returns
+//! are taken.
 
-use super::{Arch, OutOfReach};
+use super::{Arch, OutOfReach, ReturnExit};
 use crate::addr::Gva;
+use crate::region::{RETURN_SLOTS, RETURN_STUB_BYTES};
 
 /// The code of a stub, to be placed at `at`, for a function that is traced and is redirected to the one
 /// at `to`: it calls the logger, which goes on behind its caller whatever that is
@@ -26,6 +28,22 @@ pub fn assemble_stub(
 #[must_use]
 pub fn stub_ip(arch: &dyn Arch, at: Gva) -> Gva {
     at + arch.pad_len() as u64
+}
+
+/// The stubs of all slots of the exit's pool, and behind them the code that they lead to: what is to be
+/// placed where the pool's stubs begin.
+///
+/// # Errors
+/// As [`Arch::assemble_return_stub`] and [`Arch::assemble_return_exit`].
+pub fn assemble_returns(arch: &dyn Arch, exit: &ReturnExit) -> Result<Vec<u8>, OutOfReach> {
+    let stubs = exit.pool.stub_range();
+    let mut code = Vec::with_capacity((stubs.end.0 - stubs.start.0) as usize + 512);
+    for index in 0..RETURN_SLOTS {
+        let at = stubs.start + u64::from(index) * RETURN_STUB_BYTES;
+        code.extend(arch.assemble_return_stub(at, stubs.end)?);
+    }
+    code.extend(arch.assemble_return_exit(stubs.end, exit)?);
+    Ok(code)
 }
 
 #[cfg(test)]

@@ -5,11 +5,10 @@ use vm_memory::Bytes;
 
 use super::{HookError, Hooks};
 use crate::addr::Gva;
-use crate::arch::{Arch, ReturnExit};
+use crate::arch::{ReturnExit, assemble_returns};
 use crate::kernel::Site;
 use crate::region::{
-    Part, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool,
-    ReturnPoolMemory, TakenReturns,
+    Part, RETURN_POOL_OFFSET, RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, TakenReturns,
 };
 
 /// No returns can be taken in this guest.
@@ -96,26 +95,25 @@ impl<'m> Hooks<'m> {
             return Ok(pool);
         }
         let arch = self.kernel.arch();
-        let data = self.machine.region(Part::Data).memory;
-        let memory = ReturnPoolMemory::new(&data, arch.byte_order())?;
-        let at = self.region.range(Part::Data).start + RETURN_POOL_OFFSET;
-        let pool = match memory.stubs() {
-            Some(stubs) => {
-                let pool = ReturnPool { at, stubs };
-                let code = self.return_code(pool)?;
-                if !self.holds(stubs, &code) {
-                    return Err(ReturnPoolError::Other { at: stubs }.into());
+        let pool = match self.taken_returns() {
+            Some(TakenReturns { pool, .. }) => {
+                let code = assemble_returns(arch, &self.return_exit(pool)?)?;
+                if !self.holds(pool.stubs, &code) {
+                    return Err(ReturnPoolError::Other { at: pool.stubs }.into());
                 }
                 pool
             }
             None => {
+                let data = self.machine.region(Part::Data).memory;
+                let memory = ReturnPoolMemory::new(&data, arch.byte_order())?;
+                let at = self.return_pool_at();
                 let mut stubs = Gva(0);
                 let exit = self.return_exit(ReturnPool { at, stubs })?;
                 self.place(|from| {
                     stubs = Gva(from.0.next_multiple_of(RETURN_STUBS_ALIGN));
                     let exit = ReturnExit { pool: ReturnPool { at, stubs }, ..exit };
                     let mut code = vec![0; (stubs.0 - from.0) as usize];
-                    code.extend(assemble(arch, &exit)?);
+                    code.extend(assemble_returns(arch, &exit)?);
                     Ok(code)
                 })?;
                 memory.lay_out(stubs)?;
@@ -126,10 +124,9 @@ impl<'m> Hooks<'m> {
         Ok(pool)
     }
 
-    /// The stubs and what is behind them.
-    fn return_code(&mut self, pool: ReturnPool) -> Result<Vec<u8>, HookError> {
-        let exit = self.return_exit(pool)?;
-        assemble(self.kernel.arch(), &exit)
+    /// Where the pool is, laid out or not.
+    fn return_pool_at(&self) -> Gva {
+        self.region.range(Part::Data).start + RETURN_POOL_OFFSET
     }
 
     /// Whether these bytes are in the region's code at `at`.
@@ -151,8 +148,7 @@ impl<'m> Hooks<'m> {
     pub fn taken_returns(&self) -> Option<TakenReturns<'m>> {
         let data = self.machine.region(Part::Data).memory;
         let memory = ReturnPoolMemory::new(&data, self.kernel.arch().byte_order()).ok()?;
-        let at = self.region.range(Part::Data).start + RETURN_POOL_OFFSET;
-        let pool = ReturnPool { at, stubs: memory.stubs()? };
+        let pool = ReturnPool { at: self.return_pool_at(), stubs: memory.stubs()? };
         Some(TakenReturns { pool, memory })
     }
 
@@ -162,16 +158,4 @@ impl<'m> Hooks<'m> {
     pub fn missed_returns(&self) -> u64 {
         self.taken_returns().map_or(0, |returns| returns.memory.missed())
     }
-}
-
-/// All stubs, and the code that they lead to behind them.
-fn assemble(arch: &dyn Arch, exit: &ReturnExit) -> Result<Vec<u8>, HookError> {
-    let stubs = exit.pool.stub_range();
-    let mut code = Vec::with_capacity((stubs.end.0 - stubs.start.0) as usize + 512);
-    for index in 0..RETURN_SLOTS {
-        let at = stubs.start + u64::from(index) * RETURN_STUB_BYTES;
-        code.extend(arch.assemble_return_stub(at, stubs.end)?);
-    }
-    code.extend(arch.assemble_return_exit(stubs.end, exit)?);
-    Ok(code)
 }
