@@ -179,7 +179,8 @@ impl NativeGuest {
         let counting = X86_64.assemble_counter(counter, counters, Then::Next(trampoline));
         code.write(COUNTER_AT, &counting.map_err(io::Error::other)?);
         let thunks = Gva(base + THUNKS_AT as u64);
-        let block = X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, counter });
+        let block =
+            X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, stride: 1, to: counter });
         code.write(THUNKS_AT, &block.map_err(io::Error::other)?);
         let thunk = thunks + u64::from(COUNTER) * X86_64.thunk_shape().bytes;
         for pad in

@@ -315,7 +315,7 @@ impl<'m> Driver<'m> {
                 false => *self.counting.entry(behind).or_insert_with(place_counter),
             };
             let within = index as u32 % shape.in_block;
-            let thunks = Thunks { counters, first: index as u32 - within, counter };
+            let thunks = Thunks { counters, first: index as u32 - within, stride: 1, to: counter };
             let block = place(&|at| Ok(arch.assemble_thunks(at, &thunks)?.to_vec()));
             let thunk = block + u64::from(within) * shape.bytes;
             site.replacement = arch.encode_branch(site.at, thunk).unwrap();

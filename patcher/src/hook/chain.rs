@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::counts::KnownThunks;
+use super::gates::{GateId, KnownGates};
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
 use crate::arch::{Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then};
@@ -27,14 +28,16 @@ enum Piece {
         duties: u32,
         then: Then,
     },
+    /// Lets some calls through, and has the others go on in the function.
+    Gate { gate: GateId, pass: Then, away: Then },
 }
 
 /// What is known of a kernel for the sake of pieces.
 #[derive(Debug)]
-struct Ground {
+pub(super) struct Ground {
     cpu_number: i32,
     returns: ReturnForm,
-    recorded: RecordedTask,
+    pub(super) recorded: RecordedTask,
 }
 
 /// The pieces that there are.
@@ -46,6 +49,7 @@ pub(super) struct Chains {
     /// None until a return is taken.
     pub(super) pool: Option<ReturnPool>,
     pub(super) thunks: KnownThunks,
+    pub(super) gates: KnownGates,
 }
 
 impl Hooks<'_> {
@@ -74,17 +78,24 @@ impl Hooks<'_> {
     /// instruction, are counted and recorded as `want` says.
     pub(super) fn chain(&mut self, site: &Site, want: Want, behind: u16) -> Result<Gva, HookError> {
         let form = self.ground()?.returns;
-        let mut then = Then::GoOn { behind, form };
+        let away = Then::GoOn { behind, form };
+        let mut then = away;
         if want.returns {
             then = Then::Next(self.piece(Piece::ReturnHook { duties: RECORD_RETURN, then })?);
         }
         if want.traced.is_some() {
             then = Then::Next(self.piece(Piece::Logger(then))?);
         }
+        let gate = want.gate.filter(|_| want.traced.is_some());
+        if let Some(gate) = gate {
+            let piece = self.piece(Piece::Gate { gate, pass: then, away })?;
+            then = Then::Next(self.gate_thunk(site, gate, piece)?);
+        }
         match (want.counted, then) {
             (true, then) => {
+                // What leads to a thunk is its function's own.
                 let counter = self.piece(Piece::Counter(then))?;
-                self.thunk(site, counter)
+                self.thunk(site, counter, gate.is_none())
             }
             (false, Then::Next(piece)) => Ok(piece),
             // Nothing at all is wanted of a pad that leads somewhere nevertheless.
@@ -92,7 +103,7 @@ impl Hooks<'_> {
         }
     }
 
-    fn ground(&mut self) -> Result<&Ground, HookError> {
+    pub(super) fn ground(&mut self) -> Result<&Ground, HookError> {
         let ground = match self.chains.ground.take() {
             Some(ground) => ground,
             None => Ground {
@@ -127,6 +138,7 @@ impl Hooks<'_> {
                 let hook = ReturnHook { cpu_number, pool, clock: false, duties, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_return_hook(at, &hook)?))?
             }
+            Piece::Gate { gate, pass, away } => self.place_gate(gate, pass, away)?,
         };
         self.chains.pieces.insert(piece, at);
         Ok(at)

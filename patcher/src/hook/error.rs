@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{HeldBack, ReturnPoolError};
 use crate::arch::OutOfReach;
 use crate::journal::JournalError;
-use crate::kernel::{CpuNumberError, ReturnFormError};
+use crate::kernel::{CpuNumberError, ReturnFormError, TaskPlaceError};
 use crate::machine::StopError;
 use crate::patch::{ApplyError, PlanError, VerifyError};
 use crate::region::{COUNTERS, NoTraps, RegionError};
@@ -61,6 +61,19 @@ pub enum HookError {
          counting (func)"
     )]
     CountersFull(Box<str>),
+    /// Calls can't be told apart by their tasks.
+    #[error("calls can't be filtered by their tasks in the guest: {0}")]
+    TaskUnknown(#[source] TaskPlaceError),
+    /// Somebody else has this function's calls let through by other conditions.
+    #[error(
+        "{0} is traced by somebody else with another filter of its calls, or without one; end that          trace first, or ask for the same filter"
+    )]
+    OtherGate(Box<str>),
+    /// What is trapped has no gate.
+    #[error(
+        "calls of {0} are noticed by traps, which can't be filtered in the guest; use --method call"
+    )]
+    TrapGate(Box<str>),
     /// Guests of this architecture can't be trapped.
     #[error("functions of {0} guests can't be trapped; use --method call")]
     NoTrap(&'static str),

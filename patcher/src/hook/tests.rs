@@ -43,7 +43,7 @@ fn branch_of(at: Gva, bytes: &[u8]) -> (Gva, bool) {
 }
 
 const TRACED: Want =
-    Want { traced: Some(Method::Call), counted: false, redirect: None, returns: false };
+    Want { traced: Some(Method::Call), counted: false, redirect: None, returns: false, gate: None };
 
 fn redirected(to: Gva) -> Want {
     Want { redirect: Some(to), ..Want::default() }

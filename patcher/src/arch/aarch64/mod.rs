@@ -15,7 +15,7 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
+    Access, Arch, ByteOrder, CpuNumber, Gate, ImageRelocations, ImageWindow, KernelPlace, Logger,
     OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, ReturnExit,
     ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks, Unpaged,
 };
@@ -24,6 +24,7 @@ use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod gate;
 mod pads;
 pub mod paging;
 mod relocations;
@@ -233,6 +234,10 @@ impl Arch for Aarch64 {
         then: Then,
     ) -> Result<Vec<u8>, OutOfReach> {
         counter::assemble(at, counters, then)
+    }
+
+    fn assemble_gate(&self, at: Gva, gate: &Gate<'_>) -> Result<Vec<u8>, OutOfReach> {
+        gate::assemble(at, gate)
     }
 
     fn thunk_shape(&self) -> ThunkShape {

@@ -7,7 +7,7 @@ use object::elf;
 use super::paging::{AddressSpace, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, FixedArea,
+    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, FixedArea, Gate,
     ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadLayout,
     PadSlots, PadState, Pattern, Prefix, ReturnCount, ReturnExit, ReturnHook, SLOT_LEN, Standing,
     TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks, Unpaged,
@@ -17,6 +17,7 @@ use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod gate;
 mod pads;
 pub mod paging;
 mod relocations;
@@ -231,6 +232,10 @@ impl Arch for S390X {
         then: Then,
     ) -> Result<Vec<u8>, OutOfReach> {
         counter::assemble(at, counters, then)
+    }
+
+    fn assemble_gate(&self, at: Gva, gate: &Gate<'_>) -> Result<Vec<u8>, OutOfReach> {
+        gate::assemble(at, gate)
     }
 
     fn thunk_shape(&self) -> ThunkShape {
