@@ -139,12 +139,14 @@ impl Hooks<'_> {
         Ok(place)
     }
 
-    /// The number of the counter that counts the calls of the pad at `at` that the gate turned away;
-    /// `None` if it was never asked to.
-    #[must_use]
-    pub fn turned_away(&self, at: Gva, gate: GateId) -> Option<u32> {
+    /// The number of the counter that counts a function's calls that the gate turns away. The function is
+    /// given its cells, unless it has them.
+    ///
+    /// # Errors
+    /// [`HookError::CountersFull`]; the region can't be written.
+    pub fn turned_away(&mut self, site: &Site, gate: GateId) -> Result<u32, HookError> {
+        let (run, number) = self.take_cells(site, gate)?;
         let known = &self.chains.gates.known[gate.0 as usize];
-        let (_, run, number) = known.cells.get(&at)?;
-        Some(known.runs[*run].first + number * known.conditions.cells())
+        Ok(known.runs[run].first + number * known.conditions.cells())
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::calls::CallConditions;
 use super::filter::{Filter, FilterError};
 use super::graph;
 use crate::hook::{Hooks, Method, takes_return};
@@ -18,6 +19,8 @@ pub struct Selection {
     pub graph: Option<graph::Options>,
     /// Whether their calls are only counted.
     pub counts: bool,
+    /// Which of their calls are traced; `None` if all are. Counts are of all calls.
+    pub calls: Option<CallConditions>,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -122,7 +125,17 @@ impl Selection {
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
         let (filter, method) = (filter.clone(), Method::Call);
-        Ok(Self { method, graph: None, counts: false, sites, refused, pads, filter, modules })
+        Ok(Self {
+            method,
+            graph: None,
+            counts: false,
+            calls: None,
+            sites,
+            refused,
+            pads,
+            filter,
+            modules,
+        })
     }
 }
 

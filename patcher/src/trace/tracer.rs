@@ -21,15 +21,17 @@ use super::sink::Event;
 use super::tasks::Tasks;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
-use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
+use crate::hook::{GateId, HookError, Hooks, Method, ReleaseError, Want, Witness};
 use crate::kernel::{PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Part, RegionError, RingLayout};
 
+mod gates;
 mod modules;
 
 pub use super::client::Summary;
+use gates::Gated;
 use modules::Modules;
 pub use modules::{ModuleChange, ModuleNews};
 
@@ -188,9 +190,10 @@ impl<'m, S> Tracer<'m, S> {
             self.merger = Merger::default();
         }
         self.meet_modules(hooks, is_first.then_some(&selection.modules));
-        let wants: Vec<(&Site, Want)> = (selection.sites.iter())
-            .map(|site| (site, hooks.want(site.at)))
-            .map(|(site, want)| (site, want, wanted_too(want, selection)))
+        let gated = Gated::new(hooks, selection)?;
+        let wants: Vec<(&Site, Want)> = (selection.sites.iter().enumerate())
+            .map(|(index, site)| (site, hooks.want(site.at), gated.gate(index)))
+            .map(|(site, want, gate)| (site, want, wanted_too(want, selection, gate)))
             .filter(|(_, want, wanted)| want != wanted)
             .map(|(site, _, wanted)| (site, wanted))
             .collect();
@@ -204,6 +207,7 @@ impl<'m, S> Tracer<'m, S> {
             }
             false => None,
         };
+        let turned_away = gated.counts(hooks, &selection.sites, &indices)?;
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let changed = hooks.change(&wants, Foreign::Refuse, look)?;
         if changed.stops.is_empty() {
@@ -240,9 +244,11 @@ impl<'m, S> Tracer<'m, S> {
             filter: selection.filter.clone(),
             method: selection.method,
             returns: selection.graph.is_some(),
+            calls: selection.calls.clone().map(Arc::new),
         };
         let heads = heads(&self.readers);
         let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
+        client.turned_away = turned_away;
         if client.graph.is_some() {
             client.slots_missed.start = hooks.missed_returns();
         }
@@ -307,10 +313,10 @@ impl<'m, S> Tracer<'m, S> {
         let heads = heads(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
-            if let Some(counts) = &mut client.counts
-                && let Err(error) = counts.end(hooks)
-            {
-                client.failure.get_or_insert(io::Error::other(error));
+            for counts in [&mut client.counts, &mut client.turned_away].into_iter().flatten() {
+                if let Err(error) = counts.end(hooks) {
+                    client.failure.get_or_insert(io::Error::other(error));
+                }
             }
             if client.graph.is_some() {
                 client.slots_missed.end = hooks.missed_returns();
@@ -335,7 +341,7 @@ impl<'m, S> Tracer<'m, S> {
         let returns = clients.any(|client| client.graph.is_some());
         let mut still = Want { counted: want.counted && member.counted_by != 0, ..want };
         if member.wanted_by == 0 {
-            still.traced = None;
+            (still.traced, still.gate) = (None, None);
         }
         still.returns &= returns && still.traced.is_some();
         (still != want).then_some(still)
@@ -534,16 +540,16 @@ pub struct Finished<S> {
 }
 
 /// What a pad is to do that does what `want` says, for a client with that selection as well. Returns are
-/// recorded only of what is traced by calls.
-fn wanted_too(want: Want, selection: &Selection) -> Want {
+/// recorded only of what is traced by calls, and only counts are of calls that no gate lets through.
+fn wanted_too(want: Want, selection: &Selection, gate: Option<GateId>) -> Want {
     let method = if want.counted { Method::Call } else { selection.method };
     match selection.graph {
         // A pad that is a trap calls nothing.
         _ if selection.counts => {
             Want { counted: true, traced: want.traced.map(|_| Method::Call), ..want }
         }
-        Some(_) => Want { traced: Some(Method::Call), returns: true, ..want },
-        None => Want { traced: want.traced.or(Some(method)), ..want },
+        Some(_) => Want { traced: Some(Method::Call), returns: true, gate, ..want },
+        None => Want { traced: want.traced.or(Some(method)), gate, ..want },
     }
 }
 
