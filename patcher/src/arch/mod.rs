@@ -14,6 +14,7 @@ use crate::machine::Registers;
 use crate::region::{Counters, RETURN_STUB_BYTES, ReturnPool, RingLayout, THUNK_BLOCK_BYTES};
 
 pub mod aarch64;
+mod calling;
 pub mod gate;
 mod layout;
 pub mod paging;
@@ -23,6 +24,7 @@ mod stacks;
 mod stub;
 pub mod x86_64;
 
+pub use calling::{Aggregates, CallingConvention, Pairs, Place, Shape, ShapeClass};
 pub use gate::{CommPlace, Gate, GatePlaces};
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
@@ -194,6 +196,9 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// What the words of a record tell of the task: the word behind the caller's low half, and the two
     /// behind that.
     fn task_words(&self, words: [u32; 3]) -> TaskWords;
+
+    /// Where functions are given their arguments.
+    fn calling_convention(&self) -> &'static CallingConvention;
 
     /// What a vCPU with these registers does, and on which stack.
     fn standing(&self, registers: &Registers) -> Standing;

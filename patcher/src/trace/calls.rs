@@ -129,6 +129,12 @@ pub enum CallFilterError {
     Comm(String),
 }
 
+/// Whether a filter has something to say of arguments.
+#[must_use]
+pub fn has_expression(filter: &str) -> bool {
+    filter.contains(COMPARING)
+}
+
 /// What of a selection's filters is about functions, and what about their calls.
 ///
 /// # Errors
@@ -136,7 +142,7 @@ pub enum CallFilterError {
 pub fn divide(filters: &[String]) -> Result<(Vec<Glob>, Vec<ArgumentFilter>), CallFilterError> {
     let (mut globs, mut arguments) = (Vec::new(), Vec::new());
     for text in filters {
-        match text.contains(COMPARING) {
+        match has_expression(text) {
             true => {
                 let filter = ArgumentFilter::new(text)?;
                 globs.push(filter.glob.clone());
@@ -161,14 +167,9 @@ impl ArgumentFilter {
         if glob.trim().is_empty() {
             return Err(wrong("it names no function".into()));
         }
-        let any: Result<Vec<Vec<Term>>, String> = (expression.split("||"))
-            .map(|all| all.split("&&").map(Term::new).collect())
-            .collect();
-        Ok(Self {
-            glob: Glob::new(glob.trim()),
-            text: text.to_owned(),
-            any: any.map_err(wrong)?,
-        })
+        let any: Result<Vec<Vec<Term>>, String> =
+            (expression.split("||")).map(|all| all.split("&&").map(Term::new).collect()).collect();
+        Ok(Self { glob: Glob::new(glob.trim()), text: text.to_owned(), any: any.map_err(wrong)? })
     }
 }
 
@@ -250,9 +251,10 @@ impl CallConditions {
         functions: impl Iterator<Item = &'a str>,
         mut prototype: impl FnMut(&str) -> Result<Prototype, CallFilterError>,
     ) -> Result<Self, CallFilterError> {
-        let comm = filter.comm.as_ref().map(|comm| {
-            CommBytes::new(comm).ok_or_else(|| CallFilterError::Comm(comm.clone()))
-        });
+        let comm = filter
+            .comm
+            .as_ref()
+            .map(|comm| CommBytes::new(comm).ok_or_else(|| CallFilterError::Comm(comm.clone())));
         let rate = filter.per_second.filter(|calls| *calls > 0).map(|calls| {
             let every = (clock_hz / u64::from(calls)).max(1);
             Rate { every, slack: every * u64::from(calls - 1) }

@@ -237,7 +237,11 @@ impl<S> Client<S> {
         let (lost_returns, lost_calls) = self.graph.as_ref().map_or((0, 0), Graph::unmatched);
         Summary {
             events: self.events(),
-            set_back: [&self.counts, &self.turned_away].into_iter().flatten().map(Counts::set_back).sum(),
+            set_back: [&self.counts, &self.turned_away]
+                .into_iter()
+                .flatten()
+                .map(Counts::set_back)
+                .sum(),
             overrun: self.overrun,
             lost: self.lost.clone(),
             unwritten: pending.map(|(cpu, reader)| self.pending(cpu, reader) as u64).collect(),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::calls::CallConditions;
+use super::calls::{CallConditions, CallFilter, CallFilterError};
 use super::filter::{Filter, FilterError};
 use super::graph;
 use crate::hook::{Hooks, Method, takes_return};
@@ -46,6 +46,9 @@ pub enum SelectError {
     /// The filter asks for functions of modules, and those can't be told.
     #[error(transparent)]
     Modules(#[from] ModulesError),
+    /// The filter of calls makes no sense.
+    #[error(transparent)]
+    Calls(#[from] CallFilterError),
 }
 
 impl Selection {
@@ -109,6 +112,29 @@ impl Selection {
             Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
         }));
         Self { graph: Some(options), sites, refused, ..self }
+    }
+
+    /// The same functions, of which only those calls are traced.
+    ///
+    /// # Errors
+    /// [`CallFilterError`].
+    pub fn filtered(self, hooks: &Hooks<'_>, filter: &CallFilter) -> Result<Self, CallFilterError> {
+        if *filter == CallFilter::default() {
+            return Ok(self);
+        }
+        let (kernel, machine) = (hooks.kernel(), hooks.machine());
+        let mut types = None;
+        let prototype = |function: &str| {
+            let types = types.get_or_insert_with(|| kernel.prototypes(machine.ram()));
+            match types {
+                Ok(types) => Ok(kernel.prototype(types, function)?),
+                Err(why) => Err(CallFilterError::NoTypes(why.to_string())),
+            }
+        };
+        let functions = self.sites.iter().map(|site| &*site.name);
+        let hz = machine.clock_hz();
+        let calls = CallConditions::new(filter, kernel.arch(), hz, functions, prototype)?;
+        Ok(Self { calls: Some(calls), ..self })
     }
 
     /// Chooses among these pads.

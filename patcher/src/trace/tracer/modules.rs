@@ -269,7 +269,8 @@ impl<'m, S> Tracer<'m, S> {
             let counter = hooks.turned_away(site, gate).map_err(ArmError::Hook)?;
             let clients = self.clients.iter_mut().enumerate();
             for (_, client) in clients.filter(|(slot, _)| slots & 1 << slot != 0) {
-                let counts = client.as_mut().map(|client| client.turned_away.get_or_insert_default());
+                let counts =
+                    client.as_mut().map(|client| client.turned_away.get_or_insert_default());
                 if let Some(counts) = counts {
                     counts.add(hooks, vec![(*index as u32, counter)]).map_err(HookError::Region)?;
                 }
