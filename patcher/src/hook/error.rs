@@ -55,10 +55,10 @@ pub enum HookError {
     /// What is to be counted has no pad.
     #[error("calls of {0} can't be counted: it has no pad")]
     NotCounted(Box<str>),
-    /// More functions than there are counters.
+    /// More functions, and more filters of their calls, than there are counters.
     #[error(
-        "the region has {COUNTERS} counters, and all of them belong to functions; trace {0} without \
-         counting (func)"
+        "the region has {COUNTERS} counters for functions and for filters of their calls, and none is \
+         left for {0}; trace fewer functions, or those without counting and filters"
     )]
     CountersFull(Box<str>),
     /// Calls can't be told apart by their tasks.

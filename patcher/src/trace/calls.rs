@@ -409,3 +409,141 @@ fn compare(
     let (operator, value) = (term.operator, term.value as u64);
     Ok(Comparison { place, bytes: bytes as u8, signed, operator, value })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::x86_64::X86_64;
+    use crate::kernel::ValueType;
+
+    fn parameter(name: &str, size: u64, kind: ValueKind, place: Place) -> Parameter {
+        let value = ValueType { kind, size, name: String::new() };
+        Parameter { name: name.into(), value, place }
+    }
+
+    /// `ssize_t vfs_read(struct file *file, char *buf, size_t count, loff_t *pos)`, and an `int` and a
+    /// structure on the stack.
+    fn prototype(function: &str) -> Result<Prototype, CallFilterError> {
+        let register = |first| Place::Registers { first, count: 1 };
+        let pointer = ValueKind::Pointer { to_text: false };
+        let parameters = vec![
+            parameter("file", 8, pointer, register(0)),
+            parameter("buf", 8, ValueKind::Pointer { to_text: true }, register(1)),
+            parameter("count", 8, ValueKind::Integer { signed: false }, register(2)),
+            parameter(
+                "fd",
+                4,
+                ValueKind::Integer { signed: true },
+                Place::Stack { first: 2, count: 1 },
+            ),
+            parameter(
+                "pair",
+                16,
+                ValueKind::Aggregate { number: 1 },
+                Place::Stack { first: 3, count: 2 },
+            ),
+            parameter("lost", 4, ValueKind::Bool, Place::Unknown),
+        ];
+        match function {
+            "vfs_read" => Ok(Prototype { returns: None, parameters, variadic: false }),
+            _ => Err(NoPrototype::Unknown(function.into()).into()),
+        }
+    }
+
+    fn conditions(filters: &[&str], function: &str) -> Result<Conditions, CallFilterError> {
+        let filters: Vec<String> = filters.iter().map(|text| (*text).to_owned()).collect();
+        let (_, arguments) = divide(&filters)?;
+        let filter = CallFilter { arguments, ..CallFilter::default() };
+        let functions = [function].into_iter();
+        let calls = CallConditions::new(&filter, &X86_64, 1000, functions, prototype)?;
+        Ok(calls.of(function).expect("it was resolved"))
+    }
+
+    fn is(
+        place: GatedValue,
+        bytes: u8,
+        signed: bool,
+        operator: Operator,
+        value: i64,
+    ) -> Comparison {
+        Comparison { place, bytes, signed, operator, value: value.cast_unsigned() }
+    }
+
+    #[test]
+    fn parameters_are_found_where_the_function_takes_them() {
+        use GatedValue::{Register, Stack};
+        use Operator::{AnyBit, Equal, Greater, Less, NotEqual};
+        let of = |filters: &[&str]| conditions(filters, "vfs_read").unwrap().any;
+        let large = is(Register(2), 8, false, Greater, 4096);
+        assert_eq!(of(&["vfs_read: count > 4096"]), [[large]]);
+        assert_eq!(of(&["vfs_*:count>0x1000"]), [[large]]);
+        let both = [large, is(Stack(16), 4, true, Less, -1)];
+        assert_eq!(of(&["vfs_read: count > 010000 && fd < -1"]), [both]);
+        let other = is(Register(0), 8, false, Equal, 0);
+        assert_eq!(
+            of(&["vfs_read: file == 0 || count > 4096 && fd < -1"]),
+            [vec![other], both.to_vec()]
+        );
+        // What several filters ask for has to be true of all of them.
+        let raw = is(Register(5), 8, false, AnyBit, 1);
+        assert_eq!(
+            of(&["vfs_read: file == 0 || count > 4096", "vfs_*: arg6 & 1"]),
+            [[other, raw], [large, raw]]
+        );
+        // A mask has no sign.
+        let mask = is(Stack(16), 4, true, AnyBit, 0x8000_0000);
+        assert_eq!(of(&["vfs_read: fd & 0x80000000"]), [[mask]]);
+        let raw = is(Register(0), 8, false, NotEqual, 7);
+        assert_eq!(conditions(&["memcpy: arg1 != 7"], "memcpy").unwrap().any, [[raw]]);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_said() {
+        let wrong = |filter: &str| conditions(&[filter], "vfs_read").unwrap_err().to_string();
+        for (filter, what) in [
+            ("vfs_read: count >", "'' is no number"),
+            ("vfs_read: count > x", "'x' is no number"),
+            ("vfs_read: count > --1", "'--1' is no number"),
+            ("vfs_read: count > +1", "'+1' is no number"),
+            ("vfs_read: count > 0x", "'0x' is no number"),
+            ("vfs_read: count > 18446744073709551616", "is no number"),
+            ("vfs_read: == 5", "'== 5' does not begin with a parameter's name"),
+            ("vfs_read: (count > 5)", "does not begin with a parameter's name"),
+            ("vfs_read: count = 5", "no operator stands behind 'count'"),
+            ("vfs_read: count > 5 &&", "'' does not begin with a parameter's name"),
+            ("count > 5", "it names no function"),
+            (": count > 5", "it names no function"),
+            ("vfs_read: size > 5", "no parameter size: it has file, buf, count, fd, pair, lost"),
+            ("vfs_read: pair == 5", "pair of vfs_read can't be compared"),
+            ("vfs_read: lost == 5", "where it is can't be told"),
+            ("vfs_read: arg7 == 5", "no parameter arg7"),
+            ("vfs_read: arg0 == 5", "no parameter arg0"),
+            ("vfs_read: fd == 2147483648", "is no value of fd"),
+            ("vfs_read: count > -1", "is no value of count"),
+        ] {
+            assert!(wrong(filter).contains(what), "{filter}: {}", wrong(filter));
+        }
+        let unknown = conditions(&["memcpy: len > 5"], "memcpy").unwrap_err();
+        assert!(matches!(unknown, CallFilterError::Prototype { .. }), "{unknown}");
+        let terms = vec!["count > 1"; 65].join(" && ");
+        assert!(wrong(&format!("vfs_read: {terms}")).contains("more than 64 comparisons"));
+    }
+
+    #[test]
+    fn what_was_not_resolved_is_not_let_through() {
+        let (globs, arguments) = divide(&["a*".into(), "ab: arg1 == 1".into()]).unwrap();
+        assert_eq!(globs.iter().map(Glob::pattern).collect::<Vec<_>>(), ["a*", "ab"]);
+        let filter = CallFilter { arguments, one_in: Some(1), ..CallFilter::default() };
+        let calls = CallConditions::new(&filter, &X86_64, 1, ["a"].into_iter(), prototype).unwrap();
+        assert_eq!(calls.of("a"), Some(Conditions::default()));
+        assert_eq!(calls.of("ab"), None);
+        let comm = CallFilter { comm: Some("sixteen bytes ...".into()), ..CallFilter::default() };
+        let wrong = CallConditions::new(&comm, &X86_64, 1, [].into_iter(), prototype);
+        assert!(matches!(wrong, Err(CallFilterError::Comm(_))));
+        // Five a second, and five at once.
+        let rate = CallFilter { per_second: Some(5), ..CallFilter::default() };
+        let calls =
+            CallConditions::new(&rate, &X86_64, 1000, ["a"].into_iter(), prototype).unwrap();
+        assert_eq!(calls.of("a").unwrap().rate, Some(Rate { every: 200, slack: 800 }));
+    }
+}

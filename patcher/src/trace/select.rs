@@ -118,11 +118,15 @@ impl Selection {
     ///
     /// # Errors
     /// [`CallFilterError`].
-    pub fn filtered(self, hooks: &Hooks<'_>, filter: &CallFilter) -> Result<Self, CallFilterError> {
+    pub fn filtered(
+        self,
+        kernel: &Kernel,
+        machine: &dyn Machine,
+        filter: &CallFilter,
+    ) -> Result<Self, CallFilterError> {
         if *filter == CallFilter::default() {
             return Ok(self);
         }
-        let (kernel, machine) = (hooks.kernel(), hooks.machine());
         let mut types = None;
         let prototype = |function: &str| {
             let types = types.get_or_insert_with(|| kernel.prototypes(machine.ram()));

@@ -521,7 +521,7 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
     };
     let CallsRequest { pids, comm, one_in, per_second } = request.calls.clone();
     let calls = CallFilter { pids, comm, arguments, one_in, per_second };
-    Ok(selection.filtered(hooks, &calls)?)
+    Ok(selection.filtered(hooks.kernel(), hooks.machine(), &calls)?)
 }
 
 /// What is said of a trace that begins.
