@@ -24,6 +24,7 @@ use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod measure;
 mod pads;
 pub mod paging;
 mod relocations;

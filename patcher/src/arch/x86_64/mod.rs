@@ -17,6 +17,7 @@ use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod measure;
 mod movable;
 mod pads;
 pub mod paging;
