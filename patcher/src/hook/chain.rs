@@ -107,7 +107,10 @@ impl Hooks<'_> {
     fn duties(&mut self, site: &Site, want: Want) -> Result<Option<u32>, HookError> {
         let record = if want.returns { RECORD_RETURN } else { 0 };
         let measure = match want.measured {
-            true => MEASURE_CALL | u32::from(self.take_histogram(site)?),
+            true => {
+                let histogram = self.take_histograms([site].into_iter())?[0];
+                MEASURE_CALL | u32::from(histogram)
+            }
             false => 0,
         };
         Ok(Some(record | measure).filter(|duties| *duties != 0))

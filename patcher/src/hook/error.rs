@@ -63,10 +63,15 @@ pub enum HookError {
     CountersFull(Box<str>),
     /// More functions than there are histograms.
     #[error(
-        "the region has {HISTOGRAMS} histograms, and all of them belong to functions that are or were \
-         measured; there is none for {0}: name fewer functions, or measure their calls by graph"
+        "{wanted} functions were to be measured, and there are histograms for no more than {left}, of \
+         {HISTOGRAMS} in all, each of which stays its function's: name fewer functions by -f"
     )]
-    HistogramsFull(Box<str>),
+    HistogramsFull {
+        /// Functions that have none.
+        wanted: usize,
+        /// Histograms that are left.
+        left: usize,
+    },
     /// Guests of this architecture can't be trapped.
     #[error("functions of {0} guests can't be trapped; use --method call")]
     NoTrap(&'static str),

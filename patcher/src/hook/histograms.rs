@@ -22,6 +22,20 @@ pub(super) struct KnownHistograms {
     earlier: Option<BTreeSet<u16>>,
 }
 
+impl KnownHistograms {
+    /// That of a function.
+    pub fn of(&self, site: &Site) -> Option<u16> {
+        let known = self.numbers.get(&site.at).filter(|(name, _)| **name == *site.name);
+        known.map(|(_, number)| *number)
+    }
+
+    /// Those that are no function's yet.
+    fn free(&self) -> impl Iterator<Item = u16> {
+        let numbers = self.taken + 1..=HISTOGRAMS;
+        numbers.filter(|number| !self.earlier.iter().flatten().any(|taken| taken == number))
+    }
+}
+
 impl Hooks<'_> {
     /// The number of the histogram of the pad at `at`, if its function was ever measured.
     #[must_use]
@@ -53,28 +67,34 @@ impl Hooks<'_> {
         Ok(out)
     }
 
-    /// Gives a function its histogram, unless it has one.
+    /// Gives functions their histograms, unless they have them, and tells which; all of them or none.
     ///
     /// # Errors
     /// [`HookError::HistogramsFull`], or the region can't be read or written.
-    pub fn take_histogram(&mut self, site: &Site) -> Result<u16, HookError> {
-        if let Some((name, number)) = self.chains.histograms.numbers.get(&site.at)
-            && **name == *site.name
-        {
-            return Ok(*number);
-        }
+    pub fn take_histograms<'s>(
+        &mut self,
+        sites: impl Iterator<Item = &'s Site> + Clone,
+    ) -> Result<Vec<u16>, HookError> {
         if self.chains.histograms.earlier.is_none() {
             let earlier = self.measured_calls_out()?.into_keys().collect();
             self.histograms_memory().set_clock(self.machine.clock_hz())?;
             self.chains.histograms.earlier = Some(earlier);
         }
         let known = &mut self.chains.histograms;
-        let is_free = |number: &u16| !known.earlier.iter().flatten().any(|taken| taken == number);
-        let number = (known.taken + 1..=HISTOGRAMS).find(is_free);
-        let number = number.ok_or_else(|| HookError::HistogramsFull(site.name.clone()))?;
-        known.taken = number;
-        known.numbers.insert(site.at, (Arc::from(&*site.name), number));
-        Ok(number)
+        let wanted = sites.clone().filter(|site| known.of(site).is_none()).count();
+        let left = known.free().count();
+        if wanted > left {
+            return Err(HookError::HistogramsFull { wanted, left });
+        }
+        let mut numbers = Vec::new();
+        for site in sites {
+            let free = known.free().next();
+            let number = known.of(site).or(free).unwrap_or_default();
+            known.taken = known.taken.max(number);
+            known.numbers.insert(site.at, (Arc::from(&*site.name), number));
+            numbers.push(number);
+        }
+        Ok(numbers)
     }
 
     /// Where the guest sees the histograms.

@@ -64,6 +64,14 @@ impl Default for Histogram {
 }
 
 impl Histogram {
+    /// What was added since it was `earlier`.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        let bucket = |bit: usize| self.buckets[bit].saturating_sub(earlier.buckets[bit]);
+        let total_ns = self.total_ns.saturating_sub(earlier.total_ns);
+        Self { buckets: std::array::from_fn(bucket), total_ns }
+    }
+
     /// How many calls are in it.
     #[must_use]
     pub fn calls(&self) -> u64 {

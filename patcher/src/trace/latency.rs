@@ -30,22 +30,19 @@ pub(super) struct Latencies {
 }
 
 impl Latencies {
-    /// Measures these functions, each with its index, from now on. To be made before they are armed: so
+    /// Measures these functions, of which the indices are told as well, from now on. To be made before they are armed: so
     /// that no call is missed of those that nobody has measured yet.
     pub fn new(
         hooks: &mut Hooks<'_>,
-        functions: impl Iterator<Item = (u32, Site)>,
+        (functions, sites): (impl Iterator<Item = u32>, &[Site]),
     ) -> Result<Self, HookError> {
-        let mut measured = Vec::new();
-        for (function, site) in functions {
-            let histogram = hooks.take_histogram(&site)?;
-            let (seen, taken) = (Histogram::default(), Histogram::default());
-            measured.push(Measured { function, histogram, seen, taken, told: 0, out: 0 });
-        }
+        let histograms = hooks.take_histograms(sites.iter())?;
         let now = hooks.read_histograms()?;
-        for measured in &mut measured {
-            measured.seen = of(&now, measured.histogram).unwrap_or_default();
-        }
+        let begin = |(function, histogram)| {
+            let seen = of(&now, histogram).unwrap_or_default();
+            Measured { function, histogram, seen, taken: Histogram::default(), told: 0, out: 0 }
+        };
+        let measured = functions.zip(histograms).map(begin).collect();
         Ok(Self { measured, set_back: 0, ended: false })
     }
 

@@ -214,16 +214,13 @@ impl<'m, S> Tracer<'m, S> {
             .collect();
         let indices: Vec<usize> =
             selection.sites.iter().map(|site| self.member(site, hooks)).collect();
-        let functions = || {
-            let sites = selection.sites.iter().cloned();
-            indices.iter().map(|index| *index as u32).zip(sites)
-        };
+        let functions = indices.iter().map(|index| *index as u32);
         let counts = match selection.counts {
-            true => Some(Counts::new(hooks, functions())?),
+            true => Some(Counts::new(hooks, functions.clone().zip(selection.sites.clone()))?),
             false => None,
         };
         let latencies = match selection.measures {
-            true => Some(Latencies::new(hooks, functions())?),
+            true => Some(Latencies::new(hooks, (functions, &selection.sites))?),
             false => None,
         };
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
