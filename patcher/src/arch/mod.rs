@@ -16,6 +16,7 @@ use crate::region::{
 };
 
 pub mod aarch64;
+mod calling;
 mod layout;
 pub mod paging;
 pub mod relocation;
@@ -24,6 +25,7 @@ mod stacks;
 mod stub;
 pub mod x86_64;
 
+pub use calling::{Aggregates, CallingConvention, Pairs, Place, Shape, ShapeClass};
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
@@ -194,6 +196,9 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// What the words of a record tell of the task: the word behind the caller's low half, and the two
     /// behind that.
     fn task_words(&self, words: [u32; 3]) -> TaskWords;
+
+    /// Where functions are given their arguments.
+    fn calling_convention(&self) -> &'static CallingConvention;
 
     /// What a vCPU with these registers does, and on which stack.
     fn standing(&self, registers: &Registers) -> Standing;
