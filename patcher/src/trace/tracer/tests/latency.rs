@@ -29,12 +29,15 @@ fn add_measuring<'m>(
     tracer.add(hooks, &selection.measured(), Given::new())
 }
 
-/// Calls of each function by the highest bit of what they took, and that together.
+/// A function, calls by the highest bit of what they took in nanoseconds, and that together.
+type Latency = (String, Vec<(usize, u64)>, u64);
+
+/// What a client was told anew.
 fn measured<'m>(
     hooks: &Hooks<'m>,
     tracer: &mut Tracer<'m, Given>,
     client: ClientId,
-) -> Vec<(String, Vec<(usize, u64)>, u64)> {
+) -> Vec<Latency> {
     let news = tracer.latencies(hooks, client).expect("it measures").unwrap();
     let parts = |histogram: &Histogram| {
         let parts = histogram.buckets.iter().copied().enumerate();
