@@ -17,8 +17,9 @@ use patcher::arch::{
     ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
 };
 use patcher::region::{
-    COUNTERS_OFFSET, Counters, PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
-    RETURN_STUB_BYTES, RegionWindow, ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
+    COUNTERS_OFFSET, Counters, HISTOGRAMS_OFFSET, Histograms, HistogramsMemory, MEASURE_CALL,
+    PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RegionWindow,
+    ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
 };
 use vm_memory::VolatileSlice;
 
@@ -30,6 +31,9 @@ const CODE_BYTES: usize = 8192;
 const TRAMPOLINE_AT: usize = 1024;
 const WITH_RETURN_AT: usize = 1536;
 const RETURN_HOOK_AT: usize = 2048;
+
+/// Where what takes the returns of functions that are measured and not recorded is.
+const MEASURE_HOOK_AT: usize = 2560;
 
 /// Where the code is that counts, and the thunks that lead there.
 const COUNTER_AT: usize = 3072;
@@ -68,6 +72,8 @@ pub fn gate_conditions() -> Conditions {
         rate: Some(Rate { every: 1, slack: u64::MAX >> 2 }),
     }
 }
+/// The histogram of the function that is measured.
+pub const HISTOGRAM: u16 = 3;
 
 /// Bytes of the stubs and what they lead to.
 const RETURN_CODE_BYTES: usize = (RETURN_SLOTS as u64 * RETURN_STUB_BYTES) as usize + CODE_BYTES;
@@ -105,6 +111,10 @@ pub enum Pad {
     Counted,
     /// A call of a thunk: only those calls are recorded that the gate lets through.
     Gated,
+    /// A call of what has the call measured, and records nothing.
+    Measured,
+    /// The same, and until it returns the clock is set back.
+    Rewound,
 }
 
 impl Pad {
@@ -117,7 +127,9 @@ impl Pad {
             Pad::Nested => 256,
             Pad::Tail => 320,
             Pad::Counted => 384,
-            Pad::Gated => 448,
+            Pad::Measured => 448,
+            Pad::Rewound => 512,
+            Pad::Gated => 576,
         }
     }
 }
@@ -207,7 +219,8 @@ impl NativeGuest {
             at: Gva(data.address() + RETURN_POOL_OFFSET),
             stubs: Gva(base + CODE_BYTES as u64),
         };
-        write_return_code(&mut code, &logger, pool).map_err(io::Error::other)?;
+        let histograms = Histograms(Gva(data.address() + HISTOGRAMS_OFFSET));
+        write_return_code(&mut code, &logger, (pool, histograms)).map_err(io::Error::other)?;
         let returning = Gva(base + WITH_RETURN_AT as u64);
         let counters = Counters(Gva(data.address() + COUNTERS_OFFSET));
         let counter = Gva(base + COUNTER_AT as u64);
@@ -229,12 +242,15 @@ impl NativeGuest {
             Pad::Tail,
             Pad::Counted,
             Pad::Gated,
+            Pad::Measured,
+            Pad::Rewound,
         ] {
             let at = Gva(base + pad.offset() as u64);
             let to = match pad {
                 Pad::Armed => trampoline,
                 Pad::Counted => thunk,
                 Pad::Gated => gated,
+                Pad::Measured | Pad::Rewound => Gva(base + MEASURE_HOOK_AT as u64),
                 _ => returning,
             };
             let call = X86_64.encode_branch(at, to).map_err(io::Error::other)?;
@@ -245,12 +261,18 @@ impl NativeGuest {
                 _ => X86_64.encode_jump(behind, inner),
             };
             let inner = inner.map_err(io::Error::other)?;
+            // The first slot's time of the call is put off: mov byte [time+7], 0x7f.
+            let time = (pool.slots().0 as u32 + 8 + 7).to_le_bytes();
+            let rewind = [&[0xc6, 0x04, 0x25][..], &time, &[0x7f]].concat();
             let instructions: &[&[u8]] = match pad {
                 Pad::Bare => &[&[0xc3]],
                 Pad::Idle => &[&[0x0f, 0x1f, 0x44, 0, 0], &[0xc3]],
-                Pad::Armed | Pad::Returning | Pad::Counted | Pad::Gated => &[&call, &[0xc3]],
+                Pad::Armed | Pad::Returning | Pad::Counted | Pad::Measured | Pad::Gated => {
+                    &[&call, &[0xc3]]
+                }
                 Pad::Nested => &[&call, &inner, &[0xc3]],
                 Pad::Tail => &[&call, &inner],
+                Pad::Rewound => &[&call, &rewind, &[0xc3]],
             };
             code.write(pad.offset(), &instructions.concat());
         }
@@ -304,6 +326,12 @@ impl NativeGuest {
         RegionWindow { gpa: Gpa(0), memory }
     }
 
+    /// The histograms in them.
+    #[must_use]
+    pub fn histograms(&self) -> HistogramsMemory<'_> {
+        HistogramsMemory::new(self.data().memory, ByteOrder::Little)
+    }
+
     /// The rings as a reader gets them.
     #[must_use]
     pub fn rings(&self) -> RegionWindow<'_> {
@@ -344,7 +372,7 @@ fn write_gate(
 fn write_return_code(
     code: &mut LowMemory,
     logger: &Logger,
-    pool: ReturnPool,
+    (pool, histograms): (ReturnPool, Histograms),
 ) -> Result<(), OutOfReach> {
     let base = code.address();
     let hook_at = Gva(base + RETURN_HOOK_AT as u64);
@@ -356,6 +384,10 @@ fn write_return_code(
         then: logger.then,
     };
     code.write(RETURN_HOOK_AT, &X86_64.assemble_return_hook(hook_at, &hook)?);
+    let measure_at = Gva(base + MEASURE_HOOK_AT as u64);
+    let duties = MEASURE_CALL | u32::from(HISTOGRAM);
+    let measure = ReturnHook { clock: true, duties, ..hook };
+    code.write(MEASURE_HOOK_AT, &X86_64.assemble_return_hook(measure_at, &measure)?);
     let logger = Logger { then: Then::Next(hook_at), ..*logger };
     let at = Gva(base + WITH_RETURN_AT as u64);
     code.write(WITH_RETURN_AT, &X86_64.assemble_logger(at, &logger)?);
@@ -365,6 +397,7 @@ fn write_return_code(
         clock: logger.clock,
         task: logger.task,
         pool,
+        histograms,
         returns: ReturnForm::Plain,
     };
     code.write((pool.stubs.0 - base) as usize, &assemble_returns(&X86_64, &exit)?);

@@ -8,6 +8,7 @@ pub mod filtered;
 pub mod graph;
 pub mod guest;
 pub mod lab;
+pub mod latency;
 pub mod patched;
 pub mod redirects;
 pub mod samples;

@@ -9,11 +9,12 @@ use std::collections::BTreeMap;
 
 use super::counts::KnownThunks;
 use super::gates::{GateId, KnownGates};
+use super::histograms::KnownHistograms;
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
 use crate::arch::{Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then};
 use crate::kernel::{RecordedTask, Site};
-use crate::region::{Part, RECORD_RETURN, ReturnPool};
+use crate::region::{MEASURE_CALL, Part, RECORD_RETURN, ReturnPool};
 
 /// A piece of code that can be in a chain. Two that are equal are the same code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,6 +51,7 @@ pub(super) struct Chains {
     pub(super) pool: Option<ReturnPool>,
     pub(super) thunks: KnownThunks,
     pub(super) gates: KnownGates,
+    pub(super) histograms: KnownHistograms,
 }
 
 impl Hooks<'_> {
@@ -78,29 +80,60 @@ impl Hooks<'_> {
     /// instruction, are counted and recorded as `want` says.
     pub(super) fn chain(&mut self, site: &Site, want: Want, behind: u16) -> Result<Gva, HookError> {
         let form = self.ground()?.returns;
-        let away = Then::GoOn { behind, form };
-        let mut then = away;
-        if want.returns {
-            then = Then::Next(self.piece(Piece::ReturnHook { duties: RECORD_RETURN, then })?);
+        let mut rest = Then::GoOn { behind, form };
+        // What is measured has pieces of its own, and counts at their end: so thunks lead to the code that
+        // counts for all.
+        let counts_last = want.counted && want.measured;
+        if counts_last {
+            rest = Then::Next(self.counted(site, rest, true)?);
         }
-        if want.traced.is_some() {
-            then = Then::Next(self.piece(Piece::Logger(then))?);
-        }
+        let then = self.returning(site, want, rest)?;
         let gate = want.gate.filter(|_| want.traced.is_some());
-        if let Some(gate) = gate {
-            let piece = self.piece(Piece::Gate { gate, pass: then, away })?;
-            then = Then::Next(self.gate_thunk(site, gate, piece)?);
-        }
-        match (want.counted, then) {
-            (true, then) => {
-                // What leads to a thunk is its function's own.
-                let counter = self.piece(Piece::Counter(then))?;
-                self.thunk(site, counter, gate.is_none())
+        let then = match (want.traced, gate) {
+            (None, _) => then,
+            (Some(_), None) => Then::Next(self.piece(Piece::Logger(then))?),
+            (Some(_), Some(gate)) => {
+                let pass = Then::Next(self.piece(Piece::Logger(then))?);
+                // A call that is turned away is measured as any other.
+                let away = self.returning(site, Want { returns: false, ..want }, rest)?;
+                let piece = self.piece(Piece::Gate { gate, pass, away })?;
+                Then::Next(self.gate_thunk(site, gate, piece)?)
             }
-            (false, Then::Next(piece)) => Ok(piece),
+        };
+        match then {
+            // What leads to a thunk is its function's own.
+            then if want.counted && !counts_last => self.counted(site, then, gate.is_none()),
+            Then::Next(piece) => Ok(piece),
             // Nothing at all is wanted of a pad that leads somewhere nevertheless.
-            (false, Then::GoOn { .. }) => self.piece(Piece::Logger(then)),
+            Then::GoOn { .. } => self.piece(Piece::Logger(then)),
         }
+    }
+
+    /// What takes the returns of a function, if they are wanted, and then goes on with `rest`.
+    fn returning(&mut self, site: &Site, want: Want, rest: Then) -> Result<Then, HookError> {
+        Ok(match self.duties(site, want)? {
+            Some(duties) => Then::Next(self.piece(Piece::ReturnHook { duties, then: rest })?),
+            None => rest,
+        })
+    }
+
+    /// What counts the calls of a function and then goes on; it is the same code for many if `shared`.
+    fn counted(&mut self, site: &Site, then: Then, shared: bool) -> Result<Gva, HookError> {
+        let counter = self.piece(Piece::Counter(then))?;
+        self.thunk(site, counter, shared)
+    }
+
+    /// What is to be done when a call of a function returns, if anything is.
+    fn duties(&mut self, site: &Site, want: Want) -> Result<Option<u32>, HookError> {
+        let record = if want.returns { RECORD_RETURN } else { 0 };
+        let measure = match want.measured {
+            true => {
+                let histogram = self.take_histograms([site].into_iter())?[0];
+                MEASURE_CALL | u32::from(histogram)
+            }
+            false => 0,
+        };
+        Ok(Some(record | measure).filter(|duties| *duties != 0))
     }
 
     pub(super) fn ground(&mut self) -> Result<&Ground, HookError> {
@@ -135,7 +168,8 @@ impl Hooks<'_> {
             Piece::ReturnHook { duties, then } => {
                 let pool = self.return_pool()?;
                 let cpu_number = self.ground()?.cpu_number;
-                let hook = ReturnHook { cpu_number, pool, clock: false, duties, then };
+                let clock = duties & MEASURE_CALL != 0;
+                let hook = ReturnHook { cpu_number, pool, clock, duties, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_return_hook(at, &hook)?))?
             }
             Piece::Gate { gate, pass, away } => self.place_gate(gate, pass, away)?,
@@ -146,7 +180,7 @@ impl Hooks<'_> {
 
     /// What functions return to whose returns are taken, once there are any.
     pub(super) fn return_exit(&mut self, pool: ReturnPool) -> Result<ReturnExit, HookError> {
-        let rings = self.region.rings();
+        let (rings, histograms) = (self.region.rings(), self.histograms());
         let ground = self.ground()?;
         Ok(ReturnExit {
             cpu_number: ground.cpu_number,
@@ -154,6 +188,7 @@ impl Hooks<'_> {
             clock: true,
             task: ground.recorded.places(),
             pool,
+            histograms,
             returns: ground.returns,
         })
     }

@@ -12,8 +12,9 @@
 //! | no | yes | jumps to the new function | |
 //! | either way | yes | jumps to a stub | which calls the chain and jumps to the new function |
 //!
-//! Where the calls of a function are counted, their returns recorded, or only some of them traced, its chain
-//! has one more piece. A function that is counted and not traced calls a chain without the piece that records.
+//! Where the calls of a function are counted, their returns recorded or measured, or only some of them traced,
+//! its chain has one more piece. A function that is counted or measured and not traced calls a chain without
+//! the piece that records.
 //!
 //! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
 //! is executed from a copy in the region that jumps back behind it.
@@ -37,6 +38,7 @@ mod change;
 mod counts;
 mod error;
 mod gates;
+mod histograms;
 #[cfg(test)]
 pub(crate) mod place;
 mod presence;
@@ -76,8 +78,19 @@ pub struct Want {
     pub redirect: Option<Gva>,
     /// Whether its returns are recorded as well as its calls, if it is traced by calls.
     pub returns: bool,
-    /// Which of its calls are traced; all if there is none. Counting them is none of its business.
+    /// Which of its calls are traced; all if there is none. What is counted or measured is none of its
+    /// business.
     pub gate: Option<GateId>,
+    /// Whether what its calls take is added to its histogram.
+    pub measured: bool,
+}
+
+impl Want {
+    /// Whether its calls are to be noticed, in whatever way.
+    #[must_use]
+    pub fn notices_calls(&self) -> bool {
+        self.traced.is_some() || self.counted || self.measured
+    }
 }
 
 /// Somebody who looks at the guest while it stands for a change of wants.
@@ -337,6 +350,7 @@ impl<'m> Hooks<'m> {
         if site.is_unpadded() {
             return match want {
                 Want { counted: true, .. } => Err(HookError::NotCounted(site.name.clone())),
+                Want { measured: true, .. } => Err(not_taken(site, "it has no pad")),
                 Want { traced: None, redirect: None, .. } => Ok(site.original),
                 Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
                 Want { gate: Some(_), .. } => Err(HookError::TrapGate(site.name.clone())),
@@ -346,13 +360,11 @@ impl<'m> Hooks<'m> {
         if want.traced.is_some() {
             self.prepare_tracing()?;
         }
-        if want.gate.is_some() && want.traced == Some(Method::Trap) && !want.counted {
+        if want.gate.is_some() && want.traced == Some(Method::Trap) {
             return Err(HookError::TrapGate(site.name.clone()));
         }
-        if want.returns
-            && let Err(why) = takes_return(site)
-        {
-            return Err(HookError::ReturnNotTaken { function: site.name.clone(), why });
+        if want.returns || want.measured {
+            takes_return(site).map_err(|why| not_taken(site, why))?;
         }
         if want.redirect.is_some() && site.prefix.signs {
             return Err(HookError::Signed {
@@ -360,9 +372,10 @@ impl<'m> Hooks<'m> {
                 prefix: site.prefix.name,
             });
         }
-        let calls = want.counted || want.traced.is_some();
+        let calls = want.notices_calls();
+        let is_trap = want.traced == Some(Method::Trap) && !want.counted && !want.measured;
         Ok(match want.redirect {
-            None if want.traced == Some(Method::Trap) && !want.counted => self.trap(site)?,
+            None if is_trap => self.trap(site)?,
             None if calls => {
                 arch.encode_branch(site.at, self.chain(site, want, site.layout.resume)?)?
             }
@@ -371,6 +384,10 @@ impl<'m> Hooks<'m> {
             Some(to) => arch.encode_jump(site.at, to)?,
         })
     }
+}
+
+fn not_taken(site: &Site, why: &'static str) -> HookError {
+    HookError::ReturnNotTaken { function: site.name.clone(), why }
 }
 
 impl Drop for Hooks<'_> {

@@ -19,6 +19,7 @@ use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
 mod gate;
+mod measure;
 mod pads;
 pub mod paging;
 mod relocations;

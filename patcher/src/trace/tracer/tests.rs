@@ -13,6 +13,8 @@ use crate::trace::calls::{self, CallFilter};
 use crate::trace::filter::{Filter, Glob};
 use crate::trace::sink::Context;
 
+mod latency;
+
 /// A guest whose calls the test makes: it does to the rings what the trampoline does.
 struct Traced {
     guest: Guest,

@@ -31,7 +31,7 @@ pub struct TraceRequest {
     /// What of calls and returns is wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "GraphRequest::is_all")]
     pub graph: GraphRequest,
-    /// When counts are wanted; of no meaning to other tracers.
+    /// When counts or latencies are wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
     pub count: CountRequest,
     /// Which calls are traced; of no meaning to the tracer that counts.
@@ -56,8 +56,9 @@ impl TraceRequest {
         }
         let arguments = self.filter.iter().any(|filter| calls::has_expression(filter));
         if arguments || !self.calls.is_all() {
-            if self.tracer == Tracer::Count {
-                let message = "all calls are counted: counts take no filter of calls, only names of functions";
+            if matches!(self.tracer, Tracer::Count | Tracer::Latency) {
+                let message = "all calls are counted and measured: the tracers count and latency take no \
+                               filter of calls, only names of functions";
                 return Err(message.into());
             }
             if self.method == Method::Trap {
@@ -69,9 +70,13 @@ impl TraceRequest {
         if self.tracer == Tracer::Count && self.method == Method::Trap {
             return Err("calls are counted by the method call, not by traps".into());
         }
+        if self.tracer == Tracer::Latency && self.method == Method::Trap {
+            let message = "how long calls take is measured by the method call, not by traps";
+            return Err(message.into());
+        }
         if !COUNT_INTERVALS.contains(&self.count.interval_ms) {
             return Err(format!(
-                "counts come every {} ms at most and every {} ms at least",
+                "counts and latencies come every {} ms at most and every {} ms at least",
                 COUNT_INTERVALS.start(),
                 COUNT_INTERVALS.end()
             ));
@@ -182,13 +187,23 @@ pub enum Tracer {
     Graph,
     /// How often each function is called.
     Count,
+    /// How long the calls of each function take.
+    Latency,
+}
+
+impl Tracer {
+    /// Whether the guest itself adds up what is wanted, and nothing is recorded.
+    #[must_use]
+    pub fn adds_up(self) -> bool {
+        matches!(self, Self::Count | Self::Latency)
+    }
 }
 
 impl From<Tracer> for sink::Tracer {
     fn from(tracer: Tracer) -> Self {
         match tracer {
-            // What is counted is not recorded.
-            Tracer::Func | Tracer::Count => Self::Function,
+            // What is counted or measured is not recorded.
+            Tracer::Func | Tracer::Count | Tracer::Latency => Self::Function,
             Tracer::Graph => Self::Graph,
         }
     }
@@ -377,7 +392,7 @@ impl From<&Summary> for Totals {
             corrupt: (summary.corrupt.iter().map(ToString::to_string))
                 .chain((summary.set_back > 0).then(|| {
                     format!(
-                        "counters of calls, which the guest has set back {} times",
+                        "counters or histograms of calls, which the guest has set back {} times",
                         summary.set_back
                     )
                 }))
