@@ -18,7 +18,7 @@ use crate::guest::{Transcript, text};
 use crate::latency::calls_are_measured;
 
 /// What the work calls that the tests look at, in one kernel or another.
-const FUNCTIONS: [&str; 9] = [
+pub const FUNCTIONS: [&str; 9] = [
     "vfs_read",
     "rw_verify_area",
     "proc_reg_read_iter",
@@ -31,7 +31,7 @@ const FUNCTIONS: [&str; 9] = [
 ];
 
 /// What is done under the one tracer and under the other, by a process of its own.
-const WORK: &str = "proc-read:/proc/version:20@0";
+pub const WORK: &str = "proc-read:/proc/version:20@0";
 
 /// Boots a guest whose own `function_graph` traces some work, then traces the same work from outside: both
 /// have to see the same calls in the same places.
@@ -98,8 +98,16 @@ pub fn the_tree_is_the_guests_own(architecture: Architecture, series: Series) {
     assert_eq!(exit, Some(GuestExit::PowerOff), "{said}");
     let (_, theirs) = said.split_once("VMM-GRAPH-BEGIN\n").expect("its trace");
     let (theirs, _) = theirs.split_once("VMM-GRAPH-END").expect("all of its trace");
-    let ours = String::from_utf8(ours).unwrap();
-    let [ours, theirs] = [tree(&ours), tree(theirs)];
+    are_the_same(&String::from_utf8(ours).unwrap(), theirs);
+}
+
+/// Sees that two traces of [`WORK`], in the form of `function_graph` with tasks, show the same calls in the same
+/// places.
+///
+/// # Panics
+/// They do not.
+pub fn are_the_same(ours: &str, theirs: &str) {
+    let [ours, theirs] = [tree(ours), tree(theirs)];
     assert_eq!(ours.iter().filter(|call| call.trim() == "version_proc_show").count(), 20);
     for (line, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
         assert_eq!(ours, theirs, "call {line}");

@@ -259,11 +259,54 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 1)]);
     assert_eq!(folder.pads("a", "handle_mm_fault")[0].1, "idle");
 
+    // A function of which one trace wants some calls, and others the number and the times of all; and one
+    // more trace wants the returns of what the first one traces.
+    let shown = ["-f", "single_release"];
+    let some = [&shown[..], &["--comm", "proc-read", "--sample", "4"]].concat();
+    let some = folder.trace("a", &some, "some");
+    let counted = folder.trace_by("count", "a", &shown, "counted");
+    let measured = folder.trace_by("latency", "a", &shown, "measured");
+    assert_eq!(folder.pads("a", "single_release"), [armed("single_release", 3)]);
+    let filter = ["-f", "version_proc_show", "-f", "seq_read_iter"];
+    let roots = ["--graph-function", "seq_read_iter"];
+    let graph = folder.trace_by(
+        "graph",
+        "a",
+        &[&filter[..], &["--max-depth", "2"], &roots].concat(),
+        "graph",
+    );
+
     // The guest ends while somebody traces it.
     keys.write_all(b"go\n").unwrap();
-    let (status, said) = first.end();
-    assert_eq!(status, Some(0), "{said}");
-    assert!(said.contains(" 0 lost") && said.contains("the guest has ended"), "{said}");
+    let [first, some, counted, measured, graph] =
+        [first, some, counted, measured, graph].map(|trace| {
+            let (status, said) = trace.end();
+            assert_eq!(status, Some(0), "{said}");
+            assert!(said.contains("the guest has ended"), "{said}");
+            said
+        });
+    for said in [&first, &some, &graph] {
+        assert!(said.contains(" 0 lost"), "{said}");
+    }
+    assert!(some.contains("125  single_release"), "{some}");
+    let number_behind = |text: &str, mark: &str| -> u64 {
+        let (_, behind) = text.split_once(mark).unwrap_or_else(|| panic!("no {mark} in {text}"));
+        let digits = |c: char| c.is_ascii_digit() || c == ',';
+        let number: String = behind.trim_start().chars().take_while(|c| digits(*c)).collect();
+        number.replace(',', "").parse().unwrap_or_else(|_| panic!("no number in {text}"))
+    };
+    let all = 125 + number_behind(&some, "filter ");
+    assert!(all >= 500, "{some}");
+    let table = folder.files.read("counted");
+    assert_eq!(number_behind(&table, "\nsingle_release "), all, "{table}\n{counted}");
+    let table = folder.files.read("measured");
+    assert_eq!(number_behind(&table, "count: "), all, "{table}\n{measured}");
+    let tree = folder.files.read("graph");
+    let lines = |call: &str| tree.lines().filter(|line| line.ends_with(call)).count();
+    assert_eq!(lines("|    version_proc_show();"), 500, "{tree}");
+    // The second read finds the end.
+    assert_eq!(lines("|  seq_read_iter() {"), lines("|  }"), "{tree}");
+    assert_eq!(lines("|  seq_read_iter() {") + lines("|  seq_read_iter();"), 1000, "{tree}");
     let guest = guest.wait_with_output().unwrap();
     assert_eq!(guest.status.code(), Some(0), "{}", emulated::said(&guest));
     assert!(!folder.socket("a").exists());

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use guest_images::Series;
+use tests::graph::{FUNCTIONS, WORK, are_the_same};
 use tests::guest::complaints;
 use tests::lab::{INITRD, PATIENCE, Trace, VmmLab, guest_kernel, vmm_run};
 
@@ -13,6 +14,7 @@ const GUEST: Series = Series::V6_1;
 fn a_stock_guest_is_traced_in_the_lab() {
     let mut lab = VmmLab::boot(&[GUEST], None, &[]);
     every_call_makes_one_record(&mut lab);
+    the_tree_of_calls_is_the_one_that_the_guest_sees_itself(&mut lab);
     traps_make_one_record_each_and_leave_the_guest_its_probes(&mut lab);
     a_function_that_the_guest_traces_is_refused(&mut lab);
     a_glob_that_matches_nothing_ends_the_guest_untouched(&mut lab);
@@ -51,6 +53,21 @@ fn every_call_makes_one_record(lab: &mut VmmLab) {
     }
     assert!(outcome.stderr_text().contains(" 0 lost"), "{outcome}");
     assert_eq!(complaints(&outcome.stdout_text()), [] as [&str; 0]);
+}
+
+/// The same work, once under the guest's own `function_graph` and once traced from outside.
+fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself(lab: &mut VmmLab) {
+    let functions = FUNCTIONS.join(",");
+    let own = format!("vmm.graph={functions} vmm.graph-work={WORK}");
+    let theirs = lab.succeed(&vmm_run(GUEST, "", &own)).stdout_text().replace('\r', "");
+    let (_, theirs) = theirs.split_once("VMM-GRAPH-BEGIN\n").expect("its trace");
+    let (theirs, _) = theirs.split_once("VMM-GRAPH-END").expect("all of its trace");
+    let filters: String = FUNCTIONS.iter().map(|function| format!(" -f {function}")).collect();
+    let options = format!("--trace graph --funcgraph-proc -o /tmp/graph{filters}");
+    let outcome = lab.succeed(&vmm_run(GUEST, &options, &format!("vmm.work={WORK}")));
+    assert!(outcome.stderr_text().contains(" 0 lost"), "{outcome}");
+    assert_eq!(complaints(&outcome.stdout_text()), [] as [&str; 0]);
+    are_the_same(&lab.read("/tmp/graph"), theirs);
 }
 
 /// Functions with pads and one without are trapped; the guest has a breakpoint of its own meanwhile, by a
