@@ -14,7 +14,7 @@ use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use rustix::termios::tcgetwinsize;
 use vmm::control::protocol::{
-    Armed, CountRequest, Counted, EndReason, GraphRequest, Measured, Method, TraceRequest, Tracer,
+    Armed, CountRequest, Counted, EndReason, Measured, TraceRequest, Tracer,
 };
 use vmm::control::{Message, Name, Stopper};
 
@@ -298,9 +298,8 @@ pub fn run(options: &Options) -> Result<Status> {
         tracer: if options.time { Tracer::Latency } else { Tracer::Count },
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
-        method: Method::Call,
-        graph: GraphRequest::default(),
         count: CountRequest { interval_ms: options.interval * 1000 },
+        ..TraceRequest::default()
     };
     let mut progress = Progress::new(false);
     let begun = begin(&options.name, &request, &ends.stop, &mut progress);

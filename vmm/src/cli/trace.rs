@@ -19,6 +19,7 @@ use patcher::trace::sink::{self, Beginning, Sink};
 use vmm::control::protocol::{Armed, Counted, EndReason, Measured, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
+use super::call_options::CallOptions;
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output, Records};
@@ -40,7 +41,8 @@ pub struct Options {
     tracer: Tracer,
 
     /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
+    /// given several times. By default every function is traced. 'vfs_read: count > 4096' asks for
+    /// calls by their arguments
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     filter: Vec<String>,
 
@@ -60,6 +62,9 @@ pub struct Options {
     /// Write the trace to a file; - is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: Output,
+
+    #[command(flatten)]
+    calls: CallOptions,
 
     #[command(flatten)]
     graph: GraphOptions,
@@ -100,6 +105,9 @@ Examples:
   Show which calls of the page allocator took longer than a tenth of a millisecond:
     vmm trace guest1 graph -f '*alloc_pages*' --threshold 100us
 
+  See only the large reads of one process, and of them no more than a hundred a second:
+    vmm trace guest1 func -l 1234 -f 'vfs_read: count > 65536' --rate 100
+
   Count the calls of ext4's functions, and print the ten that are called most every second:
     vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
 
@@ -137,6 +145,7 @@ pub fn run(options: &Options) -> Result<Status> {
         method: options.method.into(),
         graph: options.graph.request(),
         count: options.count.request(),
+        calls: options.calls.request(),
     })?;
     let counts = options.count.form(Some(options.tracer), &options.filter);
     options.count.check(Some(options.tracer), options.format)?;
