@@ -72,6 +72,7 @@ fn stream(criterion: &mut Criterion) {
         method: protocol::Method::Call,
         graph: protocol::GraphRequest::default(),
         count: protocol::CountRequest::default(),
+        overwrite: false,
     };
     let mut group = criterion.benchmark_group("control");
     group.throughput(Throughput::Elements(CALLS)).sample_size(10);

@@ -8,6 +8,7 @@ pub mod graph;
 pub mod guest;
 pub mod lab;
 pub mod patched;
+pub mod recorder;
 pub mod redirects;
 pub mod samples;
 pub mod side_by_side;

@@ -18,6 +18,9 @@ pub struct Selection {
     pub graph: Option<graph::Options>,
     /// Whether their calls are only counted.
     pub counts: bool,
+    /// Whether records stay in the rings, where later ones overwrite them, until they are asked for: see
+    /// [`Tracer::hold`](super::tracer::Tracer::hold).
+    pub overwrite: bool,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -122,7 +125,17 @@ impl Selection {
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
         let (filter, method) = (filter.clone(), Method::Call);
-        Ok(Self { method, graph: None, counts: false, sites, refused, pads, filter, modules })
+        Ok(Self {
+            method,
+            graph: None,
+            counts: false,
+            overwrite: false,
+            sites,
+            refused,
+            pads,
+            filter,
+            modules,
+        })
     }
 }
 

@@ -242,6 +242,7 @@ pub fn run(options: &Options) -> Result<Status> {
         method: Method::Call,
         graph: GraphRequest::default(),
         count: CountRequest { interval_ms: options.interval * 1000 },
+        overwrite: false,
     };
     let mut progress = Progress::new(false);
     let begun = begin(&options.name, &request, &ends.stop, &mut progress);
