@@ -6,8 +6,9 @@ use std::process::Command;
 use guest_images::Architecture::{self, Aarch64, S390x, X86_64};
 use guest_images::Series;
 use patcher::addr::Gva;
+use patcher::arch::Place;
 use patcher::kernel::offline::OfflineKernel;
-use patcher::kernel::{Kernel, Symbol};
+use patcher::kernel::{Kernel, Symbol, ValueKind};
 use patcher::livepatch::{CheckError, CheckOptions, Map, Payload};
 use patcher::trace::filter::Glob;
 use tests::capture::Captured;
@@ -92,6 +93,66 @@ fn the_files_of_s390x_kernels_say_what_their_guests_say() {
     for series in [Series::V6_1, Series::V6_12, Series::V7] {
         Pair::new(S390x, series).check();
     }
+}
+
+/// What stock kernels say of functions whose sources are known (fs/open.c, fs/read_write.c, mm/mmap.c).
+#[test]
+fn the_files_of_kernels_with_types_tell_what_functions_take() {
+    for (architecture, series) in [
+        (X86_64, Series::V6_1),
+        (X86_64, Series::V7),
+        (S390x, Series::V6_12),
+        (Aarch64, Series::V6_1),
+    ] {
+        let file = guest_images::kernel_for(architecture, series).unwrap();
+        let offline = image::open(&file.vmlinuz).unwrap();
+        let kernel = offline.kernel();
+        let all = kernel.prototypes(offline.memory()).unwrap();
+        let open = kernel.prototype(&all, "do_sys_openat2").unwrap();
+        let register = |first| Place::Registers { first, count: 1 };
+        let signed = ValueKind::Integer { signed: true };
+        let unsigned = ValueKind::Integer { signed: false };
+        let text = ValueKind::Pointer { to_text: true };
+        let pointer = ValueKind::Pointer { to_text: false };
+        let told: Vec<_> = (open.parameters.iter())
+            .map(|this| (this.name.as_str(), this.value.kind, this.value.size, this.place))
+            .collect();
+        assert_eq!(
+            told[..2],
+            [("dfd", signed, 4, register(0)), ("filename", text, 8, register(1))]
+        );
+        let read = kernel.prototype(&all, "vfs_read").unwrap();
+        let told: Vec<_> = (read.parameters.iter())
+            .map(|this| (this.name.as_str(), this.value.kind, this.value.size, this.place))
+            .collect();
+        assert_eq!(
+            told,
+            [
+                ("file", pointer, 8, register(0)),
+                ("buf", text, 8, register(1)),
+                ("count", unsigned, 8, register(2)),
+                ("pos", pointer, 8, register(3)),
+            ]
+        );
+        assert_eq!(read.returns.map(|value| (value.kind, value.size)), Some((signed, 8)));
+        let map = kernel.prototype(&all, "do_mmap").unwrap();
+        let last = map.parameters.last().unwrap();
+        // The seventh and those behind it are on the stack where there are no more registers.
+        let on_stack = matches!(last.place, Place::Stack { count: 1, .. });
+        assert_eq!(on_stack, architecture != Aarch64 || map.parameters.len() > 8, "{map:?}");
+        assert!(kernel.prototype(&all, "no_such_function").is_err());
+        // Of all functions that can be traced most have a prototype, with a place for each argument.
+        let pads = offline.pads().unwrap();
+        let told = pads.iter().filter_map(|pad| kernel.prototype(&all, &pad.name).ok());
+        let whole = told.filter(|prototype| {
+            prototype.parameters.iter().all(|parameter| parameter.place != Place::Unknown)
+        });
+        let whole = whole.count();
+        assert!(whole * 10 > pads.len() * 7, "{whole} of {}", pads.len());
+    }
+    let file = guest_images::kernel_for(S390x, Series::V6_1).unwrap();
+    let offline = image::open(&file.vmlinuz).unwrap();
+    assert!(offline.kernel().prototypes(offline.memory()).is_err(), "it has no types");
 }
 
 /// Flags with which a kernel's own functions are compiled, as far as they matter to a function this small.

@@ -11,9 +11,12 @@ use object::elf;
 
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
-use crate::region::{Counters, RETURN_STUB_BYTES, ReturnPool, RingLayout, THUNK_BLOCK_BYTES};
+use crate::region::{
+    Counters, Histograms, RETURN_STUB_BYTES, ReturnPool, RingLayout, THUNK_BLOCK_BYTES,
+};
 
 pub mod aarch64;
+mod calling;
 mod layout;
 pub mod paging;
 pub mod relocation;
@@ -22,6 +25,7 @@ mod stacks;
 mod stub;
 pub mod x86_64;
 
+pub use calling::{Aggregates, CallingConvention, Pairs, Place, Shape, ShapeClass};
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
@@ -192,6 +196,9 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// What the words of a record tell of the task: the word behind the caller's low half, and the two
     /// behind that.
     fn task_words(&self, words: [u32; 3]) -> TaskWords;
+
+    /// Where functions are given their arguments.
+    fn calling_convention(&self) -> &'static CallingConvention;
 
     /// What a vCPU with these registers does, and on which stack.
     fn standing(&self, registers: &Registers) -> Standing;
@@ -681,7 +688,8 @@ pub struct ReturnHook {
     pub pool: ReturnPool,
     /// Whether the slot tells the time of the call.
     pub clock: bool,
-    /// What is to be done at the return: [`RECORD_RETURN`](crate::region::RECORD_RETURN).
+    /// What is to be done at the return: [`RECORD_RETURN`](crate::region::RECORD_RETURN), and
+    /// [`MEASURE_CALL`](crate::region::MEASURE_CALL) with the number of a histogram.
     pub duties: u32,
     /// What is executed behind it.
     pub then: Then,
@@ -700,6 +708,8 @@ pub struct ReturnExit {
     pub task: TaskPlaces,
     /// Where the slots are.
     pub pool: ReturnPool,
+    /// Where the histograms are.
+    pub histograms: Histograms,
     /// How the guest's functions return.
     pub returns: ReturnForm,
 }

@@ -49,7 +49,7 @@ pub(crate) use tasks::Reader;
 pub use tasks::{
     Comm, RecordedTask, Task, TaskLayout, TaskLayoutError, TaskPlaceError, TasksError,
 };
-pub use types::TypesError;
+pub use types::{NoPrototype, Parameter, Prototype, Prototypes, TypesError, ValueKind, ValueType};
 
 /// A kernel found in a guest's memory.
 ///

@@ -5,11 +5,15 @@
 
 use memchr::memmem;
 
+mod prototypes;
+
 use super::image::Image;
 use super::symbols::Symbols;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
 use crate::mem::PhysMem;
+
+pub use prototypes::{NoPrototype, Parameter, Prototype, Prototypes, ValueKind, ValueType};
 
 /// The kernel's types do not say what they are asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -50,11 +54,15 @@ const STRUCT: u32 = 4;
 const UNION: u32 = 5;
 const TYPEDEF: u32 = 8;
 const QUALIFIERS: std::ops::RangeInclusive<u32> = 9..=11;
+/// What compilers say of a type beside that (`__user`).
+const TYPE_TAG: u32 = 18;
 
 /// How many structures without names may lie in one another.
 const MAX_NESTED: usize = 8;
 /// How many members of structures without names are looked at for one field.
 const MAX_NESTED_MEMBERS: usize = 1 << 12;
+/// Bytes of a name that are shown at most.
+const MAX_NAME: usize = 128;
 /// How many names a type may have for another.
 const MAX_NAMES: usize = 16;
 
@@ -209,13 +217,21 @@ impl Types {
     }
 
     /// What the type of that number is behind other names and qualifiers.
-    fn bare(&self, mut number: u32) -> Option<Type> {
+    fn bare(&self, number: u32) -> Option<Type> {
+        self.numbered(self.bare_number(number)?)
+    }
+
+    /// The number of the type that the type of that number is; 0 is `void`.
+    fn bare_number(&self, mut number: u32) -> Option<u32> {
         for _ in 0..MAX_NAMES {
+            if number == 0 {
+                return Some(0);
+            }
             let this = self.numbered(number)?;
             match this.kind {
-                TYPEDEF => number = this.size,
+                TYPEDEF | TYPE_TAG => number = this.size,
                 kind if QUALIFIERS.contains(&kind) => number = this.size,
-                _ => return Some(this),
+                _ => return Some(number),
             }
         }
         None
@@ -291,6 +307,21 @@ impl Types {
         let string = self.strings.get(at as usize..).unwrap_or_default();
         string.strip_prefix(name.as_bytes()).is_some_and(|rest| rest.first() == Some(&0))
     }
+
+    /// The string at `at`, or what there is of it.
+    fn string(&self, at: u32) -> &[u8] {
+        let string = self.strings.get(at as usize..).unwrap_or_default();
+        &string[..memchr::memchr(0, string).unwrap_or(string.len())]
+    }
+
+    /// A name as it may be shown: what is no letter, digit or underscore is left out.
+    fn shown(&self, at: u32) -> String {
+        let letters = self.string(at).iter().take(MAX_NAME);
+        letters
+            .filter(|byte| byte.is_ascii_alphanumeric() || **byte == b'_' || **byte == b' ')
+            .map(|byte| char::from(*byte))
+            .collect()
+    }
 }
 
 /// How many bytes follow the twelve that every type begins with.
@@ -322,11 +353,12 @@ mod tests {
     const BASE: Gva = Gva(0xffff_9000_0001_0000);
     const LEN: u64 = 0x10_0000;
     /// Where the description is in the image: at no round address.
-    const AT: u64 = 0x8_0014;
+    pub(super) const AT: u64 = 0x8_0014;
 
-    const STRINGS: &str = "\0task_struct\0thread_info\0cpu\0pid\0flags\0int\0u8\0inner\0";
+    const STRINGS: &str =
+        "\0task_struct\0thread_info\0cpu\0pid\0flags\0int\0u8\0inner\0char\0vfs_read\0vfs_write\0";
 
-    fn string(name: &str) -> u32 {
+    pub(super) fn string(name: &str) -> u32 {
         STRINGS.find(&format!("\0{name}\0")).unwrap() as u32 + 1
     }
 
@@ -341,7 +373,7 @@ mod tests {
         types
     }
 
-    fn blob(order: ByteOrder, types: &[u32]) -> Vec<u8> {
+    pub(super) fn blob(order: ByteOrder, types: &[u32]) -> Vec<u8> {
         let len = types.len() as u32 * 4;
         let header = [24, 0, len, len, STRINGS.len() as u32];
         let word = |word: &u32| order.bytes_of_u32(*word);
@@ -354,7 +386,7 @@ mod tests {
         blob
     }
 
-    fn read(order: ByteOrder, pieces: &[(u64, &[u8])]) -> Result<Types, TypesError> {
+    pub(super) fn read(order: ByteOrder, pieces: &[(u64, &[u8])]) -> Result<Types, TypesError> {
         let ram = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), LEN as usize)]).unwrap();
         for (at, bytes) in pieces {
             ram.write_slice(bytes, GuestAddress(*at)).unwrap();

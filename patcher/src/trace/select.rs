@@ -21,6 +21,8 @@ pub struct Selection {
     /// Whether records stay in the rings, where later ones overwrite them, until they are asked for: see
     /// [`Tracer::hold`](super::tracer::Tracer::hold).
     pub overwrite: bool,
+    /// Whether it is only added up how long their calls take.
+    pub measures: bool,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -101,6 +103,17 @@ impl Selection {
     /// recorded.
     #[must_use]
     pub fn with_returns(self, options: graph::Options) -> Self {
+        Self { graph: Some(options), ..self.whose_returns_are_taken() }
+    }
+
+    /// The same functions, of which is measured how long their calls take; those are refused whose returns
+    /// can't be taken.
+    #[must_use]
+    pub fn measured(self) -> Self {
+        Self { measures: true, ..self.whose_returns_are_taken() }
+    }
+
+    fn whose_returns_are_taken(self) -> Self {
         let Self { sites, mut refused, .. } = self;
         let (sites, others): (Vec<Site>, Vec<Site>) =
             sites.into_iter().partition(|site| takes_return(site).is_ok());
@@ -108,7 +121,7 @@ impl Selection {
             let why = takes_return(&site).err()?;
             Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
         }));
-        Self { graph: Some(options), sites, refused, ..self }
+        Self { sites, refused, ..self }
     }
 
     /// Chooses among these pads.
@@ -129,6 +142,7 @@ impl Selection {
             method,
             graph: None,
             counts: false,
+            measures: false,
             overwrite: false,
             sites,
             refused,

@@ -16,7 +16,9 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValue};
 use clap::{Args, ValueEnum};
 use patcher::arch::ByteOrder;
 use patcher::trace::sink::{self, Beginning, Sink};
-use vmm::control::protocol::{self, Armed, Counted, EndReason, RefusalKind, TraceRequest};
+use vmm::control::protocol::{
+    self, Armed, Counted, EndReason, Measured, RefusalKind, TraceRequest,
+};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
 use super::count_options::CountOptions;
@@ -25,7 +27,7 @@ use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
-use super::trace_options::{Method, NO_FORMAT, Tracer};
+use super::trace_options::{Method, Tracer};
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -78,7 +80,7 @@ pub struct Options {
         short,
         long,
         value_name = "SECONDS",
-        help_heading = "Options of the tracer count",
+        help_heading = "Options of the tracers count and latency",
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     duration: Option<u64>,
@@ -137,6 +139,9 @@ Examples:
   Count the calls of ext4's functions, and print the ten that are called most every second:
     vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
 
+  Show how long reads of files take, as a histogram every five seconds:
+    vmm trace guest1 latency -f vfs_read --interval 5 -u
+
   Keep the last calls of each CPU, in case that the guest crashes, and look at them meanwhile:
     vmm trace guest1 func --overwrite -o crash.dat
     vmm trace guest1 snapshot | less
@@ -187,12 +192,10 @@ pub fn run(options: &Options) -> Result<Status> {
         return Err(Contradiction(message.into()).into());
     }
     let counts = options.count.form(tracer, &options.filter);
-    if counts.is_none() && !(options.count.is_unused() && options.duration.is_none()) {
-        let message = "intervals, durations, timestamps, --top and --json are of the tracer count";
+    options.count.check(tracer, options.format)?;
+    if counts.is_none() && options.duration.is_some() {
+        let message = "--duration is of the tracers count and latency";
         return Err(Contradiction(message.into()).into());
-    }
-    if counts.is_some() && options.format.is_some() {
-        return Err(Contradiction(NO_FORMAT.into()).into());
     }
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
@@ -283,7 +286,7 @@ fn snapshot(name: &Name) -> Result<(Client, Armed)> {
 struct Lasts<'e> {
     ends: &'e Ends,
     stop: &'e AtomicBool,
-    /// Of one that counts.
+    /// Of one that counts or measures.
     duration: Option<Duration>,
 }
 
@@ -337,6 +340,17 @@ fn receive(
                 let last = counted.last || is_over;
                 if written.is_ok() {
                     written = records.counted(&Counted { last, ..counted });
+                }
+                if is_over {
+                    ask_for_the_end(ends);
+                }
+                continue;
+            }
+            Ok(Message::Measured(measured)) => {
+                let is_over = duration.is_some_and(|duration| measured.elapsed >= duration);
+                let last = measured.last || is_over;
+                if written.is_ok() {
+                    written = records.measured(&Measured { last, ..measured });
                 }
                 if is_over {
                     ask_for_the_end(ends);

@@ -15,15 +15,17 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuNumber, ImageRelocations, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pattern, Prefix, ReturnCount, ReturnExit,
-    ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks, Unpaged,
+    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuNumber, ImageRelocations,
+    ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pairs,
+    Pattern, Prefix, ReturnCount, ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks,
+    TaskWords, Then, ThunkShape, Thunks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod measure;
 mod pads;
 pub mod paging;
 mod relocations;
@@ -58,6 +60,16 @@ const IMAGE_RELOCATIONS: ImageRelocations =
 
 /// A kernel that was moved lies farther than this from the end of the linear map.
 const UNMOVED: u64 = 4 << 30;
+
+/// Procedure Call Standard for the Arm 64-bit Architecture (AAPCS64), 6.8.2.
+static CALLING: CallingConvention = CallingConvention {
+    registers: &["x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7"],
+    memory_return: None,
+    stack: 0,
+    aggregates: Aggregates::UpToTwoWords,
+    returned: 16,
+    pairs: Pairs::TakeAll,
+};
 
 impl Arch for Aarch64 {
     fn name(&self) -> &'static str {
@@ -190,6 +202,10 @@ impl Arch for Aarch64 {
 
     fn compared_and_swapped(&self, text: &[u8], at: Gva) -> Vec<Gva> {
         swaps::compared_and_swapped(text, at)
+    }
+
+    fn calling_convention(&self) -> &'static CallingConvention {
+        &CALLING
     }
 
     fn cpu_number(&self) -> CpuNumber {

@@ -7,16 +7,18 @@ use object::elf;
 use super::paging::{AddressSpace, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, CpuVariable, FixedArea,
-    ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadLayout,
-    PadSlots, PadState, Pattern, Prefix, ReturnCount, ReturnExit, ReturnHook, SLOT_LEN, Standing,
-    TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks, Unpaged,
+    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuArea, CpuNumber, CpuStack,
+    CpuVariable, FixedArea, ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach,
+    PID_BITS, PadBytes, PadLayout, PadSlots, PadState, Pairs, Pattern, Prefix, ReturnCount,
+    ReturnExit, ReturnHook, SLOT_LEN, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape,
+    Thunks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod measure;
 mod pads;
 pub mod paging;
 mod relocations;
@@ -49,6 +51,17 @@ const IMAGE_RELOCATIONS: ImageRelocations = ImageRelocations { relative: 12, nam
 /// How far the region begins below the kernel's text: the end of the area of modules, which the
 /// kernel fills from its beginning.
 const BELOW_TEXT: u64 = 64 << 20;
+
+/// ELF Application Binary Interface, s390x Supplement, 1.2.3. Values on the stack of fewer than eight bytes
+/// are in the lower ones of their word, as in a register.
+static CALLING: CallingConvention = CallingConvention {
+    registers: &["r2", "r3", "r4", "r5", "r6"],
+    memory_return: Some(0),
+    stack: 160,
+    aggregates: Aggregates::UpToOneWord,
+    returned: 0,
+    pairs: Pairs::Never,
+};
 
 impl Arch for S390X {
     fn name(&self) -> &'static str {
@@ -173,6 +186,10 @@ impl Arch for S390X {
 
     fn compared_and_swapped(&self, text: &[u8], at: Gva) -> Vec<Gva> {
         swaps::compared_and_swapped(text, at)
+    }
+
+    fn calling_convention(&self) -> &'static CallingConvention {
+        &CALLING
     }
 
     fn cpu_number(&self) -> CpuNumber {

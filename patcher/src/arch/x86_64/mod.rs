@@ -7,16 +7,17 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Arch, ByteOrder, CpuArea, CpuNumber, CpuStack, ImageWindow, KernelPlace, Logger,
-    OutOfReach, PID_BITS, PadBytes, PadState, Pattern, PerCpuVariable, Prefix, ReturnCount,
-    ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape, Thunks,
-    Unpaged,
+    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuArea, CpuNumber, CpuStack,
+    ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadState, Pairs, Pattern,
+    PerCpuVariable, Prefix, ReturnCount, ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks,
+    TaskWords, Then, ThunkShape, Thunks, Unpaged,
 };
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod counter;
+mod measure;
 mod movable;
 mod pads;
 pub mod paging;
@@ -41,6 +42,16 @@ const SMALL_IMAGE_END: Gva = Gva(0xffff_ffff_a000_0000);
 
 /// Where a kernel that was not moved begins: `CONFIG_PHYSICAL_START`, 16 MiB in every distribution's kernel.
 const LINKED_AT: Gva = Gva(0xffff_ffff_8100_0000);
+
+/// System V Application Binary Interface, AMD64 Architecture Processor Supplement, 3.2.3.
+static CALLING: CallingConvention = CallingConvention {
+    registers: &["rdi", "rsi", "rdx", "rcx", "r8", "r9"],
+    memory_return: Some(0),
+    stack: 8,
+    aggregates: Aggregates::ByValue,
+    returned: 16,
+    pairs: Pairs::LeaveRegister,
+};
 
 impl Arch for X86_64 {
     fn name(&self) -> &'static str {
@@ -144,6 +155,10 @@ impl Arch for X86_64 {
 
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
         returns::count(text, at, thunks)
+    }
+
+    fn calling_convention(&self) -> &'static CallingConvention {
+        &CALLING
     }
 
     fn cpu_number(&self) -> CpuNumber {

@@ -28,7 +28,7 @@ pub struct TraceRequest {
     /// What of calls and returns is wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "GraphRequest::is_all")]
     pub graph: GraphRequest,
-    /// When counts are wanted; of no meaning to other tracers.
+    /// When counts or latencies are wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
     pub count: CountRequest,
     /// Whether calls stay in the guest's rings, where later ones overwrite them, until the trace ends.
@@ -51,15 +51,20 @@ impl TraceRequest {
                            are for the tracer graph";
             return Err(message.into());
         }
-        if self.overwrite && self.tracer == Tracer::Count {
-            return Err("counts are not recorded: there is nothing to overwrite".into());
+        if self.overwrite && self.tracer.adds_up() {
+            let message = "counts and latencies are not recorded: there is nothing to overwrite";
+            return Err(message.into());
         }
         if self.tracer == Tracer::Count && self.method == Method::Trap {
             return Err("calls are counted by the method call, not by traps".into());
         }
+        if self.tracer == Tracer::Latency && self.method == Method::Trap {
+            let message = "how long calls take is measured by the method call, not by traps";
+            return Err(message.into());
+        }
         if !COUNT_INTERVALS.contains(&self.count.interval_ms) {
             return Err(format!(
-                "counts come every {} ms at most and every {} ms at least",
+                "counts and latencies come every {} ms at most and every {} ms at least",
                 COUNT_INTERVALS.start(),
                 COUNT_INTERVALS.end()
             ));
@@ -131,13 +136,23 @@ pub enum Tracer {
     Graph,
     /// How often each function is called.
     Count,
+    /// How long the calls of each function take.
+    Latency,
+}
+
+impl Tracer {
+    /// Whether the guest itself adds up what is wanted, and nothing is recorded.
+    #[must_use]
+    pub fn adds_up(self) -> bool {
+        matches!(self, Self::Count | Self::Latency)
+    }
 }
 
 impl From<Tracer> for sink::Tracer {
     fn from(tracer: Tracer) -> Self {
         match tracer {
-            // What is counted is not recorded.
-            Tracer::Func | Tracer::Count => Self::Function,
+            // What is counted or measured is not recorded.
+            Tracer::Func | Tracer::Count | Tracer::Latency => Self::Function,
             Tracer::Graph => Self::Graph,
         }
     }
@@ -317,7 +332,7 @@ impl From<&Summary> for Totals {
             corrupt: (summary.corrupt.iter().map(ToString::to_string))
                 .chain((summary.set_back > 0).then(|| {
                     format!(
-                        "counters of calls, which the guest has set back {} times",
+                        "counters or histograms of calls, which the guest has set back {} times",
                         summary.set_back
                     )
                 }))
