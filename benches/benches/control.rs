@@ -70,9 +70,7 @@ fn stream(criterion: &mut Criterion) {
         filter: Vec::new(),
         notrace: Vec::new(),
         method: protocol::Method::Call,
-        graph: protocol::GraphRequest::default(),
-        count: protocol::CountRequest::default(),
-        overwrite: false,
+        ..TraceRequest::default()
     };
     let mut group = criterion.benchmark_group("control");
     group.throughput(Throughput::Elements(CALLS)).sample_size(10);

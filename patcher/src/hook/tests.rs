@@ -48,6 +48,7 @@ const TRACED: Want = Want {
     redirect: None,
     returns: false,
     measured: false,
+    gate: None,
 };
 
 fn redirected(to: Gva) -> Want {

@@ -24,16 +24,18 @@ use super::sink::Event;
 use super::tasks::Tasks;
 use crate::addr::Gva;
 use crate::arch::ByteOrder;
-use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
+use crate::hook::{GateId, HookError, Hooks, Method, ReleaseError, Want, Witness};
 use crate::kernel::{PadsError, Site};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Histogram, Part, RegionError, RingLayout};
 
+mod gates;
 mod modules;
 mod recorder;
 
 pub use super::client::Summary;
+use gates::Gated;
 use modules::Modules;
 pub use modules::{ModuleChange, ModuleNews};
 pub use recorder::Held;
@@ -210,9 +212,10 @@ impl<'m, S> Tracer<'m, S> {
             self.merger = Merger::default();
         }
         self.meet_modules(hooks, is_first.then_some(&selection.modules));
-        let wants: Vec<(&Site, Want)> = (selection.sites.iter())
-            .map(|site| (site, hooks.want(site.at)))
-            .map(|(site, want)| (site, want, wanted_too(want, selection)))
+        let gated = Gated::new(hooks, selection)?;
+        let wants: Vec<(&Site, Want)> = (selection.sites.iter().enumerate())
+            .map(|(index, site)| (site, hooks.want(site.at), gated.gate(index)))
+            .map(|(site, want, gate)| (site, want, wanted_too(want, selection, gate)))
             .filter(|(_, want, wanted)| want != wanted)
             .map(|(site, _, wanted)| (site, wanted))
             .collect();
@@ -227,6 +230,7 @@ impl<'m, S> Tracer<'m, S> {
             true => Some(Latencies::new(hooks, (functions, &selection.sites))?),
             false => None,
         };
+        let turned_away = gated.counts(hooks, &selection.sites, &indices)?;
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let changed = hooks.change(&wants, Foreign::Refuse, look)?;
         if changed.stops.is_empty() {
@@ -265,10 +269,12 @@ impl<'m, S> Tracer<'m, S> {
             filter: selection.filter.clone(),
             method: selection.method,
             returns: selection.graph.is_some(),
+            calls: selection.calls.clone().map(Arc::new),
         };
         let heads = heads(&self.readers);
         let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
         client.overwrites = selection.overwrite;
+        client.turned_away = turned_away;
         client.latencies = latencies;
         if client.takes_returns() {
             client.slots_missed.start = hooks.missed_returns();
@@ -333,10 +339,10 @@ impl<'m, S> Tracer<'m, S> {
         let heads = heads(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
-            if let Some(counts) = &mut client.counts
-                && let Err(error) = counts.end(hooks)
-            {
-                client.failure.get_or_insert(io::Error::other(error));
+            for counts in [&mut client.counts, &mut client.turned_away].into_iter().flatten() {
+                if let Err(error) = counts.end(hooks) {
+                    client.failure.get_or_insert(io::Error::other(error));
+                }
             }
             if let Some(latencies) = &mut client.latencies
                 && let Err(error) = latencies.end(hooks)
@@ -368,7 +374,7 @@ impl<'m, S> Tracer<'m, S> {
         let measured = want.measured && member.measured_by != 0;
         let mut still = Want { counted, measured, ..want };
         if member.wanted_by == 0 {
-            still.traced = None;
+            (still.traced, still.gate) = (None, None);
         }
         still.returns &= returns && still.traced.is_some();
         (still != want).then_some(still)
@@ -582,8 +588,8 @@ pub struct Finished<S> {
 }
 
 /// What a pad is to do that does what `want` says, for a client with that selection as well. Returns are
-/// recorded only of what is traced by calls.
-fn wanted_too(want: Want, selection: &Selection) -> Want {
+/// recorded only of what is traced by calls, and only traces are of calls that a gate lets through.
+fn wanted_too(want: Want, selection: &Selection, gate: Option<GateId>) -> Want {
     let calls_code = want.counted || want.measured;
     let method = if calls_code { Method::Call } else { selection.method };
     match selection.graph {
@@ -594,8 +600,8 @@ fn wanted_too(want: Want, selection: &Selection) -> Want {
         _ if selection.measures => {
             Want { measured: true, traced: want.traced.map(|_| Method::Call), ..want }
         }
-        Some(_) => Want { traced: Some(Method::Call), returns: true, ..want },
-        None => Want { traced: want.traced.or(Some(method)), ..want },
+        Some(_) => Want { traced: Some(Method::Call), returns: true, gate, ..want },
+        None => Want { traced: want.traced.or(Some(method)), gate, ..want },
     }
 }
 

@@ -21,6 +21,7 @@ use vmm::control::protocol::{
 };
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
+use super::call_options::CallOptions;
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output, Records};
@@ -43,7 +44,8 @@ pub struct Options {
     what: What,
 
     /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
+    /// given several times. By default every function is traced. 'vfs_read: count > 4096' asks for
+    /// calls by their arguments
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     filter: Vec<String>,
 
@@ -68,6 +70,9 @@ pub struct Options {
     /// ends, the guest crashes, or vmm trace NAME snapshot asks for it
     #[arg(long)]
     overwrite: bool,
+
+    #[command(flatten)]
+    calls: CallOptions,
 
     #[command(flatten)]
     graph: GraphOptions,
@@ -136,6 +141,9 @@ Examples:
   Show which calls of the page allocator took longer than a tenth of a millisecond:
     vmm trace guest1 graph -f '*alloc_pages*' --threshold 100us
 
+  See only the large reads of one process, and of them no more than a hundred a second:
+    vmm trace guest1 func -l 1234 -f 'vfs_read: count > 65536' --rate 100
+
   Count the calls of ext4's functions, and print the ten that are called most every second:
     vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
 
@@ -185,6 +193,7 @@ pub fn run(options: &Options) -> Result<Status> {
         graph: options.graph.request(),
         count: options.count.request(),
         overwrite: options.overwrite,
+        calls: options.calls.request(),
     })?;
     if tracer.is_none() && request != TraceRequest::default() {
         let message = "a snapshot is of what is recorded already: what to trace, and how, is told to the \

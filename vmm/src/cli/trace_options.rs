@@ -2,8 +2,9 @@
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
-use vmm::control::protocol::{self, TraceRequest};
+use vmm::control::protocol::{self, CallsRequest, TraceRequest};
 
+use super::call_options::CallOptions;
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
@@ -16,7 +17,8 @@ pub struct TraceOptions {
     pub trace: Option<Tracer>,
 
     /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
+    /// given several times. By default every function is traced. 'vfs_read: count > 4096' asks for
+    /// calls by their arguments
     #[arg(
         short,
         long,
@@ -53,6 +55,9 @@ pub struct TraceOptions {
     /// ends, the guest crashes, or vmm trace NAME snapshot asks for it
     #[arg(long, requires = "trace")]
     pub overwrite: bool,
+
+    #[command(flatten)]
+    pub calls: CallOptions,
 
     #[command(flatten)]
     pub graph: GraphOptions,
@@ -120,6 +125,9 @@ impl TraceOptions {
     pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
         self.count.check(self.trace, self.format)?;
         let Some(tracer) = self.trace else {
+            if self.calls.request() != CallsRequest::default() {
+                return Err(Contradiction("which calls are traced needs --trace".into()));
+            }
             return match self.graph.is_unused() {
                 true => Ok(None),
                 false => Err(Contradiction("what a graph is to show needs --trace graph".into())),
@@ -134,6 +142,7 @@ impl TraceOptions {
             graph: self.graph.request(),
             count: self.count.request(),
             overwrite: self.overwrite,
+            calls: self.calls.request(),
         };
         checked(request).map(Some)
     }

@@ -231,8 +231,8 @@ impl<'m, S> Tracer<'m, S> {
     pub fn finish_held(&mut self, held: Held) -> Option<Finished<S>> {
         let of_held = self.summary_of_held(&held);
         let Finished { summary, sink, failure } = self.finish(held.client, |_, _| Ok(()))?;
-        let Summary { stops, reverted, without_slot, .. } = summary;
-        let summary = Summary { stops, reverted, without_slot, ..of_held };
+        let Summary { stops, reverted, without_slot, turned_away, set_back, .. } = summary;
+        let summary = Summary { stops, reverted, without_slot, turned_away, set_back, ..of_held };
         Some(Finished { summary, sink, failure: failure.or(held.account.failure) })
     }
 }

@@ -104,9 +104,7 @@ fn request() -> TraceRequest {
         filter: vec!["a*".into()],
         notrace: vec![],
         method: protocol::Method::Call,
-        graph: protocol::GraphRequest::default(),
-        count: protocol::CountRequest::default(),
-        overwrite: false,
+        ..TraceRequest::default()
     }
 }
 
