@@ -252,6 +252,8 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     }
     let top = folder.ask(&["top", "a", "-f", "vfs_*", "--once"]);
     assert!(top.starts_with("vmm top, a, Linux 6.1.") && top.contains("CALLS/S"), "{top}");
+    let top = folder.ask(&["top", "a", "-f", "vfs_*", "--once", "--time"]);
+    assert!(top.contains("PER CALL"), "{top}");
     signal("-INT", second.child.id());
     let (status, said) = second.end();
     assert_eq!(status, Some(130), "{said}");

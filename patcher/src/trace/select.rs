@@ -19,6 +19,9 @@ pub struct Selection {
     pub graph: Option<graph::Options>,
     /// Whether their calls are only counted.
     pub counts: bool,
+    /// Whether records stay in the rings, where later ones overwrite them, until they are asked for: see
+    /// [`Tracer::hold`](super::tracer::Tracer::hold).
+    pub overwrite: bool,
     /// Which of their calls are traced; `None` if all are. Counts are of all calls.
     pub calls: Option<CallConditions>,
     /// Whether it is only added up how long their calls take.
@@ -173,6 +176,7 @@ impl Selection {
             graph: None,
             counts: false,
             measures: false,
+            overwrite: false,
             calls: None,
             sites,
             refused,

@@ -13,12 +13,14 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use rustix::termios::tcgetwinsize;
-use vmm::control::protocol::{Armed, CountRequest, Counted, EndReason, TraceRequest, Tracer};
+use vmm::control::protocol::{
+    Armed, CountRequest, Counted, EndReason, Measured, TraceRequest, Tracer,
+};
 use vmm::control::{Message, Name, Stopper};
 
 use super::progress::Progress;
 use super::status::Status;
-use super::summary::grouped;
+use super::summary::{grouped, short};
 use super::trace::begin;
 use super::{is_broken_pipe, say};
 use crate::signals::{self, EndSignal};
@@ -51,10 +53,15 @@ pub struct Options {
     /// Print one plain table, and leave
     #[arg(long, conflicts_with = "batch")]
     once: bool,
+
+    /// Show the functions whose calls take most time together: how long each call takes, and the share in
+    /// the time of all that are measured. At most 511 functions can be, so name them by -f
+    #[arg(long)]
+    time: bool,
 }
 
 const AFTER_HELP: &str = "\
-The guest counts the calls itself, and nothing of them is recorded. On a terminal q and Ctrl-C leave.
+The guest counts or measures the calls itself, and nothing of them is recorded. On a terminal q and Ctrl-C leave.
 
 Exit status:
   0    it was left, or the guest has ended
@@ -69,7 +76,10 @@ Examples:
     vmm top guest1
 
   Print the calls of the VFS's functions within a second:
-    vmm top guest1 -f 'vfs_*' --once";
+    vmm top guest1 -f 'vfs_*' --once
+
+  See where a guest's system calls spend their time, sleep included:
+    vmm top guest1 -f '__x64_sys_*' --time";
 
 /// Lines of a plain table at most.
 const PLAIN_LINES: usize = 20;
@@ -82,8 +92,27 @@ const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 #[derive(Debug)]
 struct Row {
     function: String,
+    now: Sums,
+    before: Sums,
+}
+
+/// What was added up.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sums {
     calls: u64,
-    before: u64,
+    /// Where that is measured.
+    nanoseconds: u64,
+}
+
+impl Row {
+    /// What has come since the last reading.
+    fn news(&self) -> Sums {
+        let Self { now, before, .. } = self;
+        Sums {
+            calls: now.calls.saturating_sub(before.calls),
+            nanoseconds: now.nanoseconds.saturating_sub(before.nanoseconds),
+        }
+    }
 }
 
 /// What is known of all of them.
@@ -93,32 +122,60 @@ struct Table {
     functions: usize,
     elapsed: Duration,
     before: Duration,
+    /// Whether time is measured, and counts more than calls.
+    by_time: bool,
 }
 
 impl Table {
-    fn take(&mut self, counted: &Counted) {
-        if counted.elapsed != self.elapsed {
-            self.before = self.elapsed;
-            self.elapsed = counted.elapsed;
-            self.rows.values_mut().for_each(|row| row.before = row.calls);
-        }
-        self.functions = counted.functions;
+    fn count(&mut self, counted: &Counted) {
+        self.begin(counted.elapsed, counted.functions);
         for (number, calls, function) in &counted.calls {
-            let row = || Row { function: function.clone(), calls: 0, before: 0 };
-            self.rows.entry(*number).or_insert_with(row).calls = *calls;
+            self.take(*number, function, Sums { calls: *calls, nanoseconds: 0 });
         }
+    }
+
+    fn measure(&mut self, measured: &Measured) {
+        self.begin(measured.elapsed, measured.functions);
+        for latency in &measured.latencies {
+            let calls = latency.calls.iter().fold(0_u64, |sum, calls| sum.saturating_add(*calls));
+            let sums = Sums { calls, nanoseconds: latency.total_ns };
+            self.take(latency.number, &latency.function, sums);
+        }
+    }
+
+    /// Begins a reading, or goes on with it.
+    fn begin(&mut self, elapsed: Duration, functions: usize) {
+        if elapsed != self.elapsed {
+            self.before = self.elapsed;
+            self.elapsed = elapsed;
+            self.rows.values_mut().for_each(|row| row.before = row.now);
+        }
+        self.functions = functions;
+    }
+
+    fn take(&mut self, number: u32, function: &str, now: Sums) {
+        let (function, before) = (function.to_owned(), Sums::default());
+        self.rows.entry(number).or_insert_with(|| Row { function, now, before }).now = now;
+    }
+
+    /// What rows are sorted by, and have bars of.
+    fn weight(&self, row: &Row) -> u64 {
+        let Sums { calls, nanoseconds } = row.news();
+        if self.by_time { nanoseconds } else { calls }
     }
 
     /// The table in that room, its lines ended by `end`.
     fn text(&self, title: &str, (columns, lines): (usize, usize), end: &str) -> String {
         let seconds = self.elapsed.saturating_sub(self.before).as_secs_f64().max(1e-3);
-        let news = |row: &&Row| row.calls > row.before;
+        let news = |row: &&Row| row.news().calls > 0;
         let mut rows: Vec<&Row> = self.rows.values().filter(news).collect();
         rows.sort_by(|a, b| {
-            let [by_a, by_b] = [a, b].map(|row| row.calls - row.before);
-            by_b.cmp(&by_a).then_with(|| a.function.cmp(&b.function))
+            self.weight(b).cmp(&self.weight(a)).then_with(|| a.function.cmp(&b.function))
         });
-        let all: u64 = rows.iter().fold(0, |all, row| all.saturating_add(row.calls - row.before));
+        let sum = |of: &dyn Fn(&Row) -> u64| {
+            rows.iter().fold(0_u64, |sum, row| sum.saturating_add(of(row)))
+        };
+        let all = sum(&|row| self.weight(row)).max(1);
         let rate = |calls: u64| grouped((calls as f64 / seconds).round() as u64);
         let mut text = String::new();
         let mut line = |line: String| {
@@ -130,21 +187,25 @@ impl Table {
             "{title}: {} of {} functions called, {} calls/s, {} s",
             grouped(rows.len() as u64),
             grouped(self.functions as u64),
-            rate(all),
+            rate(sum(&|row| row.news().calls)),
             self.elapsed.as_secs()
         ));
         line(String::new());
         let bar = (columns / 4).min(30);
-        line(format!("{:>12} {:>15} {:>6}  {:<bar$}  FUNCTION", "CALLS/S", "CALLS", "SHARE", ""));
+        let calls = if self.by_time { "PER CALL" } else { "CALLS" };
+        line(format!("{:>12} {calls:>15} {:>6}  {:<bar$}  FUNCTION", "CALLS/S", "SHARE", ""));
         for row in rows.iter().take(lines.saturating_sub(3)) {
-            let now = row.calls - row.before;
-            let share = now as f64 / all as f64;
-            let most = (rows[0].calls - rows[0].before) as f64;
-            let bar_now = "█".repeat((now as f64 / most * bar as f64).round() as usize);
+            let (news, weight) = (row.news(), self.weight(row));
+            let share = weight as f64 / all as f64;
+            let most = self.weight(rows[0]).max(1) as f64;
+            let bar_now = "█".repeat((weight as f64 / most * bar as f64).round() as usize);
+            let calls = match self.by_time {
+                true => short(Duration::from_nanos(news.nanoseconds / news.calls.max(1))),
+                false => grouped(row.now.calls),
+            };
             line(format!(
-                "{:>12} {:>15} {:>5.1}%  {bar_now:<bar$}  {}",
-                rate(now),
-                grouped(row.calls),
+                "{:>12} {calls:>15} {:>5.1}%  {bar_now:<bar$}  {}",
+                rate(news.calls),
                 share * 100.0,
                 row.function
             ));
@@ -234,7 +295,7 @@ pub fn run(options: &Options) -> Result<Status> {
     })
     .context("signals can't be handled")?;
     let request = TraceRequest {
-        tracer: Tracer::Count,
+        tracer: if options.time { Tracer::Latency } else { Tracer::Count },
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
         count: CountRequest { interval_ms: options.interval * 1000 },
@@ -267,30 +328,35 @@ fn watch(
     }
     let mut left = if options.once { Some(1) } else { options.batch };
     let screen = if left.is_none() { Screen::enter(ends)? } else { None };
-    let mut table = Table::default();
+    let mut table = Table { by_time: options.time, ..Table::default() };
     let mut shown = Ok(());
     let end = loop {
-        match calls.next(|_| ())? {
-            Message::Calls(_) | Message::Measured(_) => {}
+        let (more, last) = match calls.next(|_| ())? {
+            Message::Calls(_) => continue,
             Message::End(end) => break end,
             Message::Counted(counted) => {
-                table.take(&counted);
-                let is_over = counted.last || left == Some(0) || shown.is_err();
-                if counted.more || counted.elapsed.is_zero() || is_over {
-                    continue;
-                }
-                shown = match &screen {
-                    Some(screen) => screen.show(&table, &title),
-                    None => {
-                        let text = table.text(&title, (usize::MAX, PLAIN_LINES + 3), "\n");
-                        put(&format!("{text}\n"))
-                    }
-                };
-                left = left.map(|left| left - 1);
-                if left == Some(0) || shown.is_err() {
-                    ends.ask();
-                }
+                table.count(&counted);
+                (counted.more, counted.last)
             }
+            Message::Measured(measured) => {
+                table.measure(&measured);
+                (measured.more, measured.last)
+            }
+        };
+        let is_over = last || left == Some(0) || shown.is_err();
+        if more || table.elapsed.is_zero() || is_over {
+            continue;
+        }
+        shown = match &screen {
+            Some(screen) => screen.show(&table, &title),
+            None => {
+                let text = table.text(&title, (usize::MAX, PLAIN_LINES + 3), "\n");
+                put(&format!("{text}\n"))
+            }
+        };
+        left = left.map(|left| left - 1);
+        if left == Some(0) || shown.is_err() {
+            ends.ask();
         }
     };
     drop(screen);
@@ -307,6 +373,8 @@ fn watch(
 
 #[cfg(test)]
 mod tests {
+    use vmm::control::protocol::Latency;
+
     use super::*;
 
     fn counted(seconds: u64, calls: &[(u32, u64, &str)]) -> Counted {
@@ -322,9 +390,9 @@ mod tests {
     #[test]
     fn what_was_called_most_in_the_last_second_comes_first() {
         let mut table = Table::default();
-        table.take(&counted(0, &[]));
-        table.take(&counted(1, &[(1, 9000, "once_hot"), (2, 10, "vfs_read")]));
-        table.take(&counted(2, &[(2, 3010, "vfs_read"), (7, 1000, "vfs_write")]));
+        table.count(&counted(0, &[]));
+        table.count(&counted(1, &[(1, 9000, "once_hot"), (2, 10, "vfs_read")]));
+        table.count(&counted(2, &[(2, 3010, "vfs_read"), (7, 1000, "vfs_write")]));
         let text = table.text("vmm top", (80, 24), "\n");
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "vmm top: 2 of 5,000 functions called, 4,000 calls/s, 2 s");
@@ -344,18 +412,46 @@ mod tests {
     }
 
     #[test]
+    fn what_takes_most_time_comes_first_if_that_is_asked_for() {
+        let mut table = Table { by_time: true, ..Table::default() };
+        let measured = |seconds, latencies: &[(u32, u64, u64, &str)]| Measured {
+            functions: 2,
+            elapsed: Duration::from_secs(seconds),
+            latencies: (latencies.iter())
+                .map(|(number, calls, total_ns, function)| Latency {
+                    number: *number,
+                    function: (*function).into(),
+                    total_ns: *total_ns,
+                    calls: vec![0, *calls],
+                })
+                .collect(),
+            ..Measured::default()
+        };
+        table.measure(&measured(1, &[(1, 10, 50_000, "vfs_read"), (2, 1000, 90, "often")]));
+        let now = [(1, 20, 8_050_000, "vfs_read"), (2, 3000, 2_000_090, "often")];
+        table.measure(&measured(2, &now));
+        let text = table.text("vmm top", (80, 24), "\n");
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "vmm top: 2 of 2 functions called, 2,010 calls/s, 2 s");
+        assert!(lines[2].starts_with("     CALLS/S        PER CALL  SHARE "), "{text}");
+        assert!(lines[3].starts_with("          10          800 µs  80.0%  █"), "{text}");
+        assert!(lines[3].ends_with("  vfs_read"), "{text}");
+        assert!(lines[4].starts_with("       2,000          1.0 µs  20.0%  █"), "{text}");
+    }
+
+    #[test]
     fn nothing_is_wider_or_longer_than_the_screen() {
         let mut table = Table::default();
         let calls: Vec<(u32, u64, &str)> =
             (0..100).map(|number| (number, 1 + u64::from(number), "a_function")).collect();
-        table.take(&counted(1, &calls));
+        table.count(&counted(1, &calls));
         for (columns, lines) in [(20, 4), (80, 24), (200, 60)] {
             let text = table.text("vmm top", (columns, lines), "\n");
             assert_eq!(text.lines().count(), lines);
             assert!(text.lines().all(|line| line.chars().count() <= columns), "{text}");
         }
         // A guest that does nothing is shown as one.
-        table.take(&counted(2, &[]));
+        table.count(&counted(2, &[]));
         assert_eq!(table.text("vmm top", (80, 24), "\n").lines().count(), 3);
     }
 }
