@@ -66,7 +66,8 @@ pub enum HookError {
     TaskUnknown(#[source] TaskPlaceError),
     /// Somebody else has this function's calls let through by other conditions.
     #[error(
-        "{0} is traced by somebody else with another filter of its calls, or without one; end that          trace first, or ask for the same filter"
+        "{0} is traced by somebody else with another filter of its calls, or without one; leave it \
+         out with -n {0}, ask for the same filter, or end that trace first"
     )]
     OtherGate(Box<str>),
     /// What is trapped has no gate.

@@ -20,7 +20,7 @@ impl Gated {
     /// can have but one.
     pub fn new(hooks: &mut Hooks<'_>, selection: &Selection) -> Result<Self, HookError> {
         let sites = &selection.sites;
-        if selection.counts {
+        if selection.counts || selection.measures {
             return Ok(Self(vec![None; sites.len()]));
         }
         let mut known = BTreeMap::new();
