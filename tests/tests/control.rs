@@ -367,3 +367,52 @@ fn guests_are_listed_and_those_that_are_no_more_are_not() {
     assert_eq!(guests.remove(0).wait_with_output().unwrap().status.code(), Some(143));
     assert!(!folder.socket("a").exists());
 }
+
+#[test]
+fn a_snapshot_shows_what_is_held_and_the_trace_goes_on() {
+    const CALLS: u64 = 20_000;
+    let folder = Folder::new("snapshot");
+    let work = format!(
+        "vmm.work=wait-console-line,proc-read:/proc/version:{CALLS}@0,wait-console-line,\
+         proc-read:/proc/version:7@0"
+    );
+    let kernel = kernel(Series::V6_1).unwrap().vmlinuz;
+    let mut command = folder.command(&["run", "--accel", "tcg", "--cpus", "2", "--kernel"]);
+    command.arg(kernel).args(["--initrd", "initrd", "--console", "stdio", "--name", "r"]);
+    command.args(["--trace", "func", "--overwrite", "--ring-size", "4K", "-o", "last.json"]);
+    command.args(["-f", "version_proc_show", "--cmdline", &format!("quiet {work}")]);
+    let mut guest = folder.spawn(&mut command);
+    let mut keys = guest.stdin.take().unwrap();
+    let mut console = BufReader::new(guest.stdout.take().unwrap());
+    read_to(&mut console, "VMM-READY");
+    // Beside the recorder somebody is given every call.
+    let all = folder.trace("r", &["-f", "version_proc_show"], "all.json");
+    keys.write_all(b"\n").unwrap();
+    read_to(&mut console, "VMM-WORK-END proc-read");
+    folder.ask(&["trace", "r", "snapshot", "-o", "snapshot.json"]);
+    keys.write_all(b"\n").unwrap();
+    let output = emulated::output(guest);
+    let said = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    let (status, told) = all.end();
+    assert_eq!(status, Some(0), "{told}");
+
+    // How many calls are there, and how many are missing.
+    let calls = |file: &str| {
+        let text = folder.files.read(file);
+        let end: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        let calls = text.lines().filter(|line| line.contains("\"version_proc_show\"")).count();
+        assert_eq!(end["events"], calls, "{file}");
+        (calls as u64, end["missed"].as_u64().unwrap())
+    };
+    let [snapshot, last, all] = ["snapshot.json", "last.json", "all.json"].map(calls);
+    assert_eq!(snapshot.0 + snapshot.1, CALLS);
+    assert_eq!(
+        (last.0, last.0 + last.1),
+        (snapshot.0, CALLS + 7),
+        "it is as full, and has gone on"
+    );
+    assert!(snapshot.1 > 0);
+    assert_eq!(all.0 + all.1, CALLS + 7, "{told}");
+    assert!(said.contains("events kept of 20,007 "), "{said}");
+}

@@ -193,3 +193,8 @@ fn what_cannot_be_started_is_said_in_one_sentence() {
 fn the_last_calls_before_a_panic_are_kept() {
     recorder::the_last_calls_before_a_panic_are_kept(X86_64, Series::V6_1);
 }
+
+#[test]
+fn what_small_rings_lose_is_counted() {
+    recorder::what_small_rings_lose_is_counted(X86_64, Series::V6_1);
+}

@@ -48,3 +48,8 @@ fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
 fn the_last_calls_before_a_panic_are_kept() {
     recorder::the_last_calls_before_a_panic_are_kept(S390x, Series::V6_1);
 }
+
+#[test]
+fn what_small_rings_lose_is_counted() {
+    recorder::what_small_rings_lose_is_counted(S390x, Series::V6_1);
+}
