@@ -12,8 +12,8 @@ use std::ptr;
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{
-    Arch, ByteOrder, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPlaces,
-    Then, Thunks, assemble_returns,
+    Arch, ArgumentWords, ByteOrder, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm,
+    ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
 };
 use patcher::region::{
     COUNTERS_OFFSET, Counters, PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
@@ -162,6 +162,7 @@ impl NativeGuest {
             rings: layout,
             clock,
             task,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
         };
         let base = code.address();

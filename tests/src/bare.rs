@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::{
-    Arch, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths, TaskPlaces, TaskWords,
-    Then, Thunks, assemble_returns, assemble_stub, stub_ip, text_len,
+    Arch, ArgumentWords, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths,
+    TaskPlaces, TaskWords, Then, Thunks, assemble_returns, assemble_stub, stub_ip, text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
@@ -234,6 +234,7 @@ impl<'m> Driver<'m> {
             rings: self.rings,
             clock: true,
             task: self.task,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: resume, form: ReturnForm::Plain },
         };
         let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
@@ -283,7 +284,8 @@ impl<'m> Driver<'m> {
         let hook = ReturnHook { cpu_number, pool, clock: true, duties: RECORD_RETURN, then: go_on };
         let hook = place(&|at| Ok(arch.assemble_return_hook(at, &hook)?));
         let then = Then::Next(hook);
-        let logger = Logger { cpu_number, rings, clock: true, task, then };
+        let arguments = ArgumentWords::NONE;
+        let logger = Logger { cpu_number, rings, clock: true, task, arguments, then };
         let at = place(&|at| Ok(arch.assemble_logger(at, &logger)?));
         self.returning.insert(resume, at);
         at

@@ -10,15 +10,17 @@ use std::collections::BTreeMap;
 use super::counts::KnownThunks;
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
-use crate::arch::{Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then};
+use crate::arch::{
+    ArgumentWords, Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then,
+};
 use crate::kernel::{RecordedTask, Site};
 use crate::region::{Part, RECORD_RETURN, ReturnPool};
 
 /// A piece of code that can be in a chain. Two that are equal are the same code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Piece {
-    /// Records the call.
-    Logger(Then),
+    /// Records the call, with these words of its arguments.
+    Logger(ArgumentWords, Then),
     /// Counts the call, for functions that come by way of their thunks.
     Counter(Then),
     /// Takes the return of the call, with these duties.
@@ -57,7 +59,7 @@ impl Hooks<'_> {
     pub fn prepare_tracing(&mut self) -> Result<(), HookError> {
         let form = self.ground()?.returns;
         let behind = PadLayout::SINGLE.resume;
-        self.piece(Piece::Logger(Then::GoOn { behind, form })).map(drop)
+        self.piece(Piece::Logger(ArgumentWords::NONE, Then::GoOn { behind, form })).map(drop)
     }
 
     /// What records tell of tasks, and why not the rest; `None` until something is traced.
@@ -79,7 +81,7 @@ impl Hooks<'_> {
             then = Then::Next(self.piece(Piece::ReturnHook { duties: RECORD_RETURN, then })?);
         }
         if want.traced.is_some() {
-            then = Then::Next(self.piece(Piece::Logger(then))?);
+            then = Then::Next(self.piece(Piece::Logger(want.arguments, then))?);
         }
         match (want.counted, then) {
             (true, then) => {
@@ -88,7 +90,7 @@ impl Hooks<'_> {
             }
             (false, Then::Next(piece)) => Ok(piece),
             // Nothing at all is wanted of a pad that leads somewhere nevertheless.
-            (false, Then::GoOn { .. }) => self.piece(Piece::Logger(then)),
+            (false, Then::GoOn { .. }) => self.piece(Piece::Logger(want.arguments, then)),
         }
     }
 
@@ -110,11 +112,11 @@ impl Hooks<'_> {
             return Ok(*at);
         }
         let at = match piece {
-            Piece::Logger(then) => {
+            Piece::Logger(arguments, then) => {
                 let rings = self.region.rings();
                 let ground = self.ground()?;
                 let (cpu_number, task) = (ground.cpu_number, ground.recorded.places());
-                let logger = Logger { cpu_number, rings, clock: true, task, then };
+                let logger = Logger { cpu_number, rings, clock: true, task, arguments, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_logger(at, &logger)?))?
             }
             Piece::Counter(then) => {

@@ -42,8 +42,13 @@ fn branch_of(at: Gva, bytes: &[u8]) -> (Gva, bool) {
     (target, bytes[0] == 0xe8)
 }
 
-const TRACED: Want =
-    Want { traced: Some(Method::Call), counted: false, redirect: None, returns: false };
+const TRACED: Want = Want {
+    traced: Some(Method::Call),
+    counted: false,
+    redirect: None,
+    returns: false,
+    arguments: ArgumentWords::NONE,
+};
 
 fn redirected(to: Gva) -> Want {
     Want { redirect: Some(to), ..Want::default() }

@@ -6,6 +6,7 @@
 mod client;
 mod context;
 mod counts;
+mod errors;
 pub mod filter;
 mod gaps;
 pub mod graph;
@@ -20,3 +21,4 @@ pub mod session;
 pub mod sink;
 mod tasks;
 pub mod tracer;
+pub mod values;

@@ -7,6 +7,7 @@
 //! * A slot that is reserved and not yet written (its writer was interrupted, or preempted) is
 //!   remembered and visited again; the records behind it are taken meanwhile.
 //! * A record is believed only if, after it was copied, nobody had yet reserved its slot anew.
+//! * A record that needs more room has further slots behind its own ([`continuations`]).
 //! * A writer that was passed by a whole ring while it stood still may write into a slot that is no
 //!   longer its own. Where the reader saw it stand, nothing is believed of that slot from then on.
 //!
@@ -20,10 +21,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use vm_memory::{VolatileMemory, VolatileSlice};
 
 use crate::arch::ByteOrder;
-use crate::region::RingLayout;
+use crate::region::{CONTINUATIONS_AT, RingLayout};
+
+mod continuations;
+
+pub use continuations::RecordedWords;
 
 /// One record as the trampoline wrote it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawRecord {
     /// Ticks of the guest's time-stamp clock.
     pub time: u64,
@@ -39,6 +44,8 @@ pub struct RawRecord {
     /// What it tells of the task: the words behind the caller's address
     /// (see [`Arch::task_words`](crate::arch::Arch::task_words)).
     pub task: [u32; 2],
+    /// The arguments of the call, where its function's trampoline records them.
+    pub arguments: Option<Box<RecordedWords>>,
 }
 
 /// The guest wrote into its rings what no trampoline writes.
@@ -99,12 +106,18 @@ pub struct RingReader {
     lost: u64,
     /// Indices of what was lost since the last look, in pieces.
     losses: Vec<Range<u64>>,
+    /// What the guest has counted of slots for more of records, when the head was last looked at.
+    continuations: u64,
+    /// Indices of such slots that were found since then, in pieces.
+    continuations_read: Vec<Range<u64>>,
     corrupt: Option<RingCorrupt>,
 }
 
 /// One ring's memory, bounds checked once.
 struct RingMemory<'a> {
     header: &'a AtomicU64,
+    /// Where slots for more of records are counted.
+    counted: usize,
     window: &'a VolatileSlice<'a>,
     order: ByteOrder,
 }
@@ -130,9 +143,13 @@ impl RingReader {
             tainted: BTreeSet::new(),
             lost: 0,
             losses: Vec::new(),
+            continuations: 0,
+            continuations_read: Vec::new(),
             corrupt: None,
         };
-        let head = reader.memory(window)?.head(Ordering::Acquire);
+        let memory = reader.memory(window)?;
+        let (continuations, head) = (memory.continuations(), memory.head(Ordering::Acquire));
+        reader.continuations = continuations;
         reader.next = head;
         reader.head = head;
         Ok(reader)
@@ -177,18 +194,20 @@ impl RingReader {
     /// Looks at the head: what was reserved until now is what [`RingReader::read`] will look for.
     pub fn look(&mut self, window: &VolatileSlice<'_>) {
         self.losses.clear();
+        self.continuations_read.clear();
         if self.corrupt.is_some() {
             return;
         }
-        let head = match self.memory(window) {
-            Ok(memory) => memory.head(Ordering::Acquire),
+        // A slot is counted once it is reserved: what is counted by now is below the head.
+        let (continuations, head) = match self.memory(window) {
+            Ok(memory) => (memory.continuations(), memory.head(Ordering::Acquire)),
             Err(corrupt) => return self.give_up(corrupt),
         };
         if head < self.head || head - self.head > MAX_ADVANCE {
             let (from, cpu) = (self.head, self.cpu);
             return self.give_up(RingCorrupt::Head { cpu, from, to: head });
         }
-        self.head = head;
+        (self.head, self.continuations) = (head, continuations);
     }
 
     /// Appends to `records` what was written, at most `limit` records, and tells whether the ring
@@ -274,8 +293,10 @@ impl RingReader {
             if head - index > capacity {
                 self.pass(index, was_pending || is_older);
             } else if age == 0 {
-                if self.tainted.contains(&(index & (capacity - 1))) {
+                if self.is_tainted(index) {
                     self.lose(index..index + 1);
+                } else if continuations::number(record.ip).is_some() {
+                    self.note_continuation(index);
                 } else {
                     records.push(record);
                 }
@@ -298,6 +319,10 @@ impl RingReader {
         }
     }
 
+    fn is_tainted(&self, index: u64) -> bool {
+        self.tainted.contains(&(index & (self.layout.capacity() - 1)))
+    }
+
     fn lose(&mut self, records: Range<u64>) {
         self.lost += records.end - records.start;
         match self.losses.last_mut() {
@@ -308,8 +333,9 @@ impl RingReader {
 
     fn copy(&self, memory: &RingMemory<'_>, index: u64) -> (u32, RawRecord) {
         let offset = self.layout.slot_offset(self.cpu, index);
-        let sequence = memory.u32(offset + 28, Ordering::Acquire);
-        let word = |at| memory.u32(offset + at, Ordering::Relaxed);
+        let sequence = memory.sequence(offset);
+        let word = |at| memory.word(offset + at);
+        let is_complete = sequence == (index + 1) as u32;
         let record = RawRecord {
             time: memory.u64(offset),
             index,
@@ -317,6 +343,7 @@ impl RingReader {
             ip: word(8),
             parent: u64::from(word(16)) << 32 | u64::from(word(12)),
             task: [word(20), word(24)],
+            arguments: is_complete.then(|| self.more(memory, index)).flatten(),
         };
         (sequence, record)
     }
@@ -330,7 +357,8 @@ impl RingReader {
         let header = window
             .get_atomic_ref::<AtomicU64>(self.layout.header_offset(self.cpu))
             .map_err(|_| missing)?;
-        Ok(RingMemory { header, window, order: self.order })
+        let counted = self.layout.header_offset(self.cpu) + CONTINUATIONS_AT as usize;
+        Ok(RingMemory { header, counted, window, order: self.order })
     }
 }
 
@@ -338,6 +366,29 @@ impl RingMemory<'_> {
     /// How many records were ever reserved.
     fn head(&self, ordering: Ordering) -> u64 {
         self.order.u64(self.header.load(ordering).to_ne_bytes())
+    }
+
+    /// How many slots were ever reserved for more of a record.
+    fn continuations(&self) -> u64 {
+        self.u64(self.counted)
+    }
+
+    /// The sequence number of the slot at `offset`, before anything else in it is read.
+    fn sequence(&self, offset: usize) -> u32 {
+        self.u32(offset + 28, Ordering::Acquire)
+    }
+
+    fn word(&self, offset: usize) -> u32 {
+        self.u32(offset, Ordering::Relaxed)
+    }
+
+    /// The 64 bits at `offset`, a multiple of four.
+    fn long(&self, offset: usize) -> u64 {
+        let [first, second] = [self.word(offset), self.word(offset + 4)].map(u64::from);
+        match self.order {
+            ByteOrder::Little => second << 32 | first,
+            ByteOrder::Big => first << 32 | second,
+        }
     }
 
     // Offsets are computed from the layout, whose end was compared with the window's; a failure
@@ -568,6 +619,7 @@ mod tests {
             ip: 0x10_0006,
             parent: 0x3ff_7fd0_1234,
             task: [0x0300_0051, 0x0001_0000],
+            arguments: None,
         };
         assert_eq!(records[0], first);
     }

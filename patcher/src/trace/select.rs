@@ -18,6 +18,8 @@ pub struct Selection {
     pub graph: Option<graph::Options>,
     /// Whether their calls are only counted.
     pub counts: bool,
+    /// Which values are told.
+    pub values: WantedValues,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -28,6 +30,15 @@ pub struct Selection {
     pub filter: Filter,
     /// The modules among whose functions they were chosen.
     pub modules: Vec<Arc<Module>>,
+}
+
+/// Which values of calls are told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WantedValues {
+    /// Their arguments. Of functions that are traced by traps they are not known.
+    pub arguments: bool,
+    /// What they return, where returns are told.
+    pub returned: bool,
 }
 
 /// No functions could be chosen.
@@ -122,7 +133,18 @@ impl Selection {
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
         let (filter, method) = (filter.clone(), Method::Call);
-        Ok(Self { method, graph: None, counts: false, sites, refused, pads, filter, modules })
+        let values = WantedValues::default();
+        Ok(Self {
+            method,
+            graph: None,
+            counts: false,
+            values,
+            sites,
+            refused,
+            pads,
+            filter,
+            modules,
+        })
     }
 }
 

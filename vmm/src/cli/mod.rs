@@ -30,6 +30,7 @@ mod summary;
 mod top;
 mod trace;
 mod trace_options;
+mod value_options;
 mod watch;
 
 use status::Status;

@@ -241,6 +241,8 @@ pub fn run(options: &Options) -> Result<Status> {
         notrace: options.notrace.clone(),
         method: Method::Call,
         graph: GraphRequest::default(),
+        args: false,
+        ret: false,
         count: CountRequest { interval_ms: options.interval * 1000 },
     };
     let mut progress = Progress::new(false);

@@ -26,6 +26,7 @@ use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
 use super::trace_options::{Method, NO_FORMAT, Tracer};
+use super::value_options::ValueOptions;
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -60,6 +61,9 @@ pub struct Options {
     /// Write the trace to a file; - is standard output
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: Output,
+
+    #[command(flatten)]
+    values: ValueOptions,
 
     #[command(flatten)]
     graph: GraphOptions,
@@ -100,6 +104,9 @@ Examples:
   Show which calls of the page allocator took longer than a tenth of a millisecond:
     vmm trace guest1 graph -f '*alloc_pages*' --threshold 100us
 
+  See which files are opened, how, and what comes of it:
+    vmm trace guest1 graph -f do_sys_openat2 -f getname_flags --args --ret
+
   Count the calls of ext4's functions, and print the ten that are called most every second:
     vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
 
@@ -133,6 +140,8 @@ pub fn run(options: &Options) -> Result<Status> {
         notrace: options.notrace.clone(),
         method: options.method.into(),
         graph: options.graph.request(),
+        args: options.values.args,
+        ret: options.values.ret,
         count: options.count.request(),
     })?;
     let counts = options.count.form(Some(options.tracer), &options.filter);

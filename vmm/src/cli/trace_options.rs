@@ -7,6 +7,7 @@ use vmm::control::protocol::{self, TraceRequest};
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
+use super::value_options::ValueOptions;
 
 /// Why counts take no format.
 pub const NO_FORMAT: &str = "counts are printed as text, or with --json; they have no --format";
@@ -51,6 +52,9 @@ pub struct TraceOptions {
     /// Write the trace to a file; - is standard output, the default
     #[arg(short, long, value_name = "FILE", requires = "trace")]
     pub output: Option<Output>,
+
+    #[command(flatten)]
+    pub values: ValueOptions,
 
     #[command(flatten)]
     pub graph: GraphOptions,
@@ -120,6 +124,9 @@ impl TraceOptions {
             return Err(Contradiction("what counts are to show needs --trace count".into()));
         }
         let Some(tracer) = self.trace else {
+            if !self.values.is_unused() {
+                return Err(Contradiction("--args and --ret need --trace".into()));
+            }
             return match self.graph.is_unused() {
                 true => Ok(None),
                 false => Err(Contradiction("what a graph is to show needs --trace graph".into())),
@@ -132,6 +139,8 @@ impl TraceOptions {
             notrace: self.notrace.clone(),
             method: self.method.into(),
             graph: self.graph.request(),
+            args: self.values.args,
+            ret: self.values.ret,
             count: self.count.request(),
         };
         checked(request).map(Some)
