@@ -16,8 +16,9 @@ use patcher::arch::{
     ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
 };
 use patcher::region::{
-    COUNTERS_OFFSET, Counters, PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
-    RETURN_STUB_BYTES, RegionWindow, ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
+    COUNTERS_OFFSET, Counters, HISTOGRAMS_OFFSET, Histograms, HistogramsMemory, MEASURE_CALL,
+    PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RegionWindow,
+    ReturnPool, ReturnPoolMemory, RingLayout, THUNK_BLOCK_BYTES, rings_window_len,
 };
 use vm_memory::VolatileSlice;
 
@@ -30,12 +31,22 @@ const TRAMPOLINE_AT: usize = 1024;
 const WITH_RETURN_AT: usize = 1536;
 const RETURN_HOOK_AT: usize = 2048;
 
+/// Where what takes the returns of functions that are measured and not recorded is.
+const MEASURE_HOOK_AT: usize = 2560;
+
 /// Where the code is that counts, and the thunks that lead there.
 const COUNTER_AT: usize = 3072;
 const THUNKS_AT: usize = 3584;
+const ARGUMENTS_AT: usize = THUNKS_AT + THUNK_BLOCK_BYTES as usize;
+
+/// How many words of the stack are recorded of a call whose arguments are.
+const STACK_WORDS: usize = 3;
 
 /// The counter of the function that is counted.
 pub const COUNTER: u32 = 2;
+
+/// The histogram of the function that is measured.
+pub const HISTOGRAM: u16 = 3;
 
 /// Bytes of the stubs and what they lead to.
 const RETURN_CODE_BYTES: usize = (RETURN_SLOTS as u64 * RETURN_STUB_BYTES) as usize + CODE_BYTES;
@@ -71,6 +82,12 @@ pub enum Pad {
     Tail,
     /// A call of a thunk: the function is counted, and then recorded.
     Counted,
+    /// A call of what has the call measured, and records nothing.
+    Measured,
+    /// The same, and until it returns the clock is set back.
+    Rewound,
+    /// A call of a trampoline that records all registers of arguments, and some words of the stack.
+    Arguments,
 }
 
 impl Pad {
@@ -83,6 +100,9 @@ impl Pad {
             Pad::Nested => 256,
             Pad::Tail => 320,
             Pad::Counted => 384,
+            Pad::Measured => 448,
+            Pad::Rewound => 512,
+            Pad::Arguments => 576,
         }
     }
 }
@@ -173,9 +193,15 @@ impl NativeGuest {
             at: Gva(data.address() + RETURN_POOL_OFFSET),
             stubs: Gva(base + CODE_BYTES as u64),
         };
-        write_return_code(&mut code, &logger, pool).map_err(io::Error::other)?;
+        let histograms = Histograms(Gva(data.address() + HISTOGRAMS_OFFSET));
+        write_return_code(&mut code, &logger, (pool, histograms)).map_err(io::Error::other)?;
         let returning = Gva(base + WITH_RETURN_AT as u64);
         let counters = Counters(Gva(data.address() + COUNTERS_OFFSET));
+        let convention = X86_64.calling_convention();
+        let arguments = ArgumentWords::new(convention, convention.registers.len(), STACK_WORDS);
+        let with_arguments = Gva(base + ARGUMENTS_AT as u64);
+        let recording = X86_64.assemble_logger(with_arguments, &Logger { arguments, ..logger });
+        code.write(ARGUMENTS_AT, &recording.map_err(io::Error::other)?);
         let counter = Gva(base + COUNTER_AT as u64);
         let counting = X86_64.assemble_counter(counter, counters, Then::Next(trampoline));
         code.write(COUNTER_AT, &counting.map_err(io::Error::other)?);
@@ -183,13 +209,24 @@ impl NativeGuest {
         let block = X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, counter });
         code.write(THUNKS_AT, &block.map_err(io::Error::other)?);
         let thunk = thunks + u64::from(COUNTER) * X86_64.thunk_shape().bytes;
-        for pad in
-            [Pad::Bare, Pad::Idle, Pad::Armed, Pad::Returning, Pad::Nested, Pad::Tail, Pad::Counted]
-        {
+        for pad in [
+            Pad::Bare,
+            Pad::Idle,
+            Pad::Armed,
+            Pad::Returning,
+            Pad::Nested,
+            Pad::Tail,
+            Pad::Counted,
+            Pad::Measured,
+            Pad::Rewound,
+            Pad::Arguments,
+        ] {
             let at = Gva(base + pad.offset() as u64);
             let to = match pad {
                 Pad::Armed => trampoline,
                 Pad::Counted => thunk,
+                Pad::Arguments => Gva(base + ARGUMENTS_AT as u64),
+                Pad::Measured | Pad::Rewound => Gva(base + MEASURE_HOOK_AT as u64),
                 _ => returning,
             };
             let call = X86_64.encode_branch(at, to).map_err(io::Error::other)?;
@@ -200,12 +237,18 @@ impl NativeGuest {
                 _ => X86_64.encode_jump(behind, inner),
             };
             let inner = inner.map_err(io::Error::other)?;
+            // The first slot's time of the call is put off: mov byte [time+7], 0x7f.
+            let time = (pool.slots().0 as u32 + 8 + 7).to_le_bytes();
+            let rewind = [&[0xc6, 0x04, 0x25][..], &time, &[0x7f]].concat();
             let instructions: &[&[u8]] = match pad {
                 Pad::Bare => &[&[0xc3]],
                 Pad::Idle => &[&[0x0f, 0x1f, 0x44, 0, 0], &[0xc3]],
-                Pad::Armed | Pad::Returning | Pad::Counted => &[&call, &[0xc3]],
+                Pad::Armed | Pad::Returning | Pad::Counted | Pad::Measured | Pad::Arguments => {
+                    &[&call, &[0xc3]]
+                }
                 Pad::Nested => &[&call, &inner, &[0xc3]],
                 Pad::Tail => &[&call, &inner],
+                Pad::Rewound => &[&call, &rewind, &[0xc3]],
             };
             code.write(pad.offset(), &instructions.concat());
         }
@@ -259,6 +302,12 @@ impl NativeGuest {
         RegionWindow { gpa: Gpa(0), memory }
     }
 
+    /// The histograms in them.
+    #[must_use]
+    pub fn histograms(&self) -> HistogramsMemory<'_> {
+        HistogramsMemory::new(self.data().memory, ByteOrder::Little)
+    }
+
     /// The rings as a reader gets them.
     #[must_use]
     pub fn rings(&self) -> RegionWindow<'_> {
@@ -273,7 +322,7 @@ impl NativeGuest {
 fn write_return_code(
     code: &mut LowMemory,
     logger: &Logger,
-    pool: ReturnPool,
+    (pool, histograms): (ReturnPool, Histograms),
 ) -> Result<(), OutOfReach> {
     let base = code.address();
     let hook_at = Gva(base + RETURN_HOOK_AT as u64);
@@ -285,6 +334,10 @@ fn write_return_code(
         then: logger.then,
     };
     code.write(RETURN_HOOK_AT, &X86_64.assemble_return_hook(hook_at, &hook)?);
+    let measure_at = Gva(base + MEASURE_HOOK_AT as u64);
+    let duties = MEASURE_CALL | u32::from(HISTOGRAM);
+    let measure = ReturnHook { clock: true, duties, ..hook };
+    code.write(MEASURE_HOOK_AT, &X86_64.assemble_return_hook(measure_at, &measure)?);
     let logger = Logger { then: Then::Next(hook_at), ..*logger };
     let at = Gva(base + WITH_RETURN_AT as u64);
     code.write(WITH_RETURN_AT, &X86_64.assemble_logger(at, &logger)?);
@@ -294,6 +347,7 @@ fn write_return_code(
         clock: logger.clock,
         task: logger.task,
         pool,
+        histograms,
         returns: ReturnForm::Plain,
     };
     code.write((pool.stubs.0 - base) as usize, &assemble_returns(&X86_64, &exit)?);

@@ -5,10 +5,12 @@
 use std::arch::asm;
 use std::thread;
 
-use benches::native::{COUNT, COUNTER, FIRST_PID, NativeGuest, Pad};
+use benches::native::{COUNT, COUNTER, FIRST_PID, HISTOGRAM, NativeGuest, Pad};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{Arch, ByteOrder, TaskWords};
-use patcher::region::{RETURN_POOL_OFFSET, RETURN_SLOTS, ReturnPoolMemory, read_counters};
+use patcher::region::{
+    HISTOGRAMS, Histogram, RETURN_POOL_OFFSET, RETURN_SLOTS, ReturnPoolMemory, read_counters,
+};
 use patcher::trace::ring::{RawRecord, RingReader};
 use vm_memory::Bytes;
 
@@ -150,6 +152,33 @@ fn a_call_that_is_counted_changes_nothing_else_and_is_recorded_as_well() {
 }
 
 #[test]
+fn a_call_whose_arguments_are_recorded_changes_nothing_and_they_are_what_it_was_given() {
+    // The smallest ring, so that records go over its end.
+    let guest = NativeGuest::new(4096, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    for bits in 0..300_u64 {
+        let registers = std::array::from_fn(|i| {
+            0x0123_4567_89ab_cdef_u64.rotate_left(i as u32 * 4) ^ bits.rotate_left(i as u32 * 9)
+        });
+        let before = State { registers, flags: 0x202 };
+        let after = call_with(guest.address(Pad::Arguments), &before);
+        assert_eq!(after.registers, before.registers);
+        assert_eq!(after.flags & ARITHMETIC, before.flags & ARITHMETIC);
+        let records = records(&guest, &mut reader);
+        assert_eq!(records.len(), 1);
+        assert_eq!(records[0].ip, behind(&guest, Pad::Arguments));
+        let words = records[0].arguments.as_ref().unwrap().words();
+        // rdi, rsi, rdx, rcx, r8, r9; then what is on the stack, first the address that was called.
+        let [_, rcx, rdx, _, _, rsi, rdi, r8, r9, ..] = registers;
+        assert_eq!(words[..6], [rdi, rsi, rdx, rcx, r8, r9]);
+        assert_eq!((words[6], words.len()), (guest.address(Pad::Arguments), 9));
+        let more: u64 = reader.continuations_read().iter().map(|r| r.end - r.start).sum();
+        assert_eq!((more, reader.continuations()), (3, 3 * (bits + 1)));
+    }
+    assert_eq!((call_with_every_flag(&guest, Pad::Arguments), reader.lost()), (64, 0));
+}
+
+#[test]
 fn no_count_is_lost_between_threads() {
     const THREADS: usize = 4;
     const CALLS: u64 = 200_000;
@@ -164,6 +193,62 @@ fn no_count_is_lost_between_threads() {
         }
     });
     assert_eq!(counts(&guest), [0, 0, THREADS as u64 * CALLS, 0]);
+}
+
+/// What the histogram of the function that is measured holds; all others are empty.
+fn measured(guest: &NativeGuest) -> Histogram {
+    let mut all = guest.histograms().read(HISTOGRAMS).unwrap();
+    let measured = all.remove(usize::from(HISTOGRAM) - 1);
+    assert!(all.iter().all(|other| *other == Histogram::default()));
+    measured
+}
+
+#[test]
+fn a_call_that_is_measured_changes_nothing_else_and_is_added_to_its_histogram() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    // A million nanoseconds a tick: 2²⁰ less some.
+    guest.histograms().set_clock(1000).unwrap();
+    let calls = call_with_every_flag(&guest, Pad::Measured) as u64;
+    let histogram = measured(&guest);
+    assert_eq!(histogram.calls(), calls);
+    assert!(histogram.buckets[..19].iter().all(|calls| *calls == 0), "{histogram:?}");
+    let lowest = histogram.buckets.iter().enumerate().map(|(bit, calls)| calls << bit).sum::<u64>();
+    assert!((lowest..2 * lowest).contains(&histogram.total_ns), "{histogram:?}");
+    assert_eq!(histogram.total_ns % 1_000_000, 0);
+    assert_eq!((records(&guest, &mut reader), outstanding(&guest)), (vec![], 0));
+}
+
+#[test]
+fn a_call_that_returns_before_it_began_took_no_time() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    guest.histograms().set_clock(1_000_000_000).unwrap();
+    let calls = call_with_every_flag(&guest, Pad::Rewound) as u64;
+    let histogram = measured(&guest);
+    assert_eq!((histogram.buckets[0], histogram.calls(), histogram.total_ns), (calls, calls, 0));
+}
+
+#[test]
+fn nothing_that_is_measured_is_lost_between_threads() {
+    const THREADS: usize = 4;
+    const CALLS: u64 = 200_000;
+    let guest = NativeGuest::with_cpus(THREADS, 1 << 16, false, false).unwrap();
+    // A nanosecond a tick.
+    guest.histograms().set_clock(1_000_000_000).unwrap();
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let (cpu, function) = (guest.cpu(number), guest.function(Pad::Measured));
+            scope.spawn(move || {
+                cpu.enlist().unwrap();
+                (0..CALLS).for_each(|_| function());
+            });
+        }
+    });
+    let histogram = measured(&guest);
+    assert_eq!(histogram.calls(), THREADS as u64 * CALLS);
+    let lowest = histogram.buckets.iter().enumerate().map(|(bit, calls)| calls << bit).sum::<u64>();
+    assert!((lowest..2 * lowest).contains(&histogram.total_ns), "{histogram:?}");
+    assert_eq!(outstanding(&guest), 0);
 }
 
 #[test]

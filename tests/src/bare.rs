@@ -17,10 +17,13 @@ use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
 use patcher::patch::{Applied, Patchset, Reverted, Site};
 use patcher::region::{
-    COUNTERS_OFFSET, CodeSpace, Counters, Part, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS,
-    RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout, read_counters,
+    COUNTERS_OFFSET, CodeSpace, Counters, HISTOGRAMS_OFFSET, Histograms, Part, RECORD_RETURN,
+    RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, RingLayout,
+    read_counters,
 };
 use patcher::trace::ring::RingReader;
+
+mod measuring;
 
 /// Far longer than anything here takes.
 const LONG: Duration = Duration::from_secs(120);
@@ -257,38 +260,50 @@ impl<'m> Driver<'m> {
         if let Some(at) = self.returning.get(&resume) {
             return *at;
         }
-        let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
-        let place = |assemble: &dyn Fn(Gva) -> anyhow::Result<Vec<u8>>| {
-            code.place::<anyhow::Error>(&window, assemble).unwrap()
-        };
-        let go_on = Then::GoOn { behind: resume, form: ReturnForm::Plain };
-        let (cpu_number, rings, task) = (self.cpu_number, self.rings, self.task);
-        let data = self.region.code + Part::Data.offset();
-        let pool = *self.pool.get_or_insert_with(|| {
-            let at = data + RETURN_POOL_OFFSET;
-            let found = place(&|from| {
-                let stubs = Gva(from.0.next_multiple_of(RETURN_STUBS_ALIGN));
-                let pool = ReturnPool { at, stubs };
-                let returns = ReturnForm::Plain;
-                let exit = ReturnExit { cpu_number, rings, clock: true, task, pool, returns };
-                let mut code = vec![0; (stubs.0 - from.0) as usize];
-                code.extend(assemble_returns(arch, &exit)?);
-                Ok(code)
-            });
-            let stubs = Gva(found.0.next_multiple_of(RETURN_STUBS_ALIGN));
-            let window = self.machine.region(Part::Data).memory;
-            let memory = ReturnPoolMemory::new(&window, arch.byte_order()).unwrap();
-            memory.lay_out(stubs).unwrap();
-            ReturnPool { at, stubs }
-        });
-        let hook = ReturnHook { cpu_number, pool, clock: true, duties: RECORD_RETURN, then: go_on };
-        let hook = place(&|at| Ok(arch.assemble_return_hook(at, &hook)?));
-        let then = Then::Next(hook);
-        let arguments = ArgumentWords::NONE;
-        let logger = Logger { cpu_number, rings, clock: true, task, arguments, then };
-        let at = place(&|at| Ok(arch.assemble_logger(at, &logger)?));
+        let at = self.recorded_with_return(RECORD_RETURN, resume);
         self.returning.insert(resume, at);
         at
+    }
+
+    /// Code that records a call and takes its return, for these duties.
+    fn recorded_with_return(&mut self, duties: u32, resume: u16) -> Gva {
+        let (arch, cpu_number, pool) = (self.arch, self.cpu_number, self.pool());
+        let then = Then::GoOn { behind: resume, form: ReturnForm::Plain };
+        let hook = ReturnHook { cpu_number, pool, clock: true, duties, then };
+        let hook = self.place(&|at| Ok(arch.assemble_return_hook(at, &hook)?));
+        let (rings, task, then) = (self.rings, self.task, Then::Next(hook));
+        let arguments = ArgumentWords::NONE;
+        let logger = Logger { cpu_number, rings, clock: true, task, arguments, then };
+        self.place(&|at| Ok(arch.assemble_logger(at, &logger)?))
+    }
+
+    fn place(&self, assemble: &dyn Fn(Gva) -> anyhow::Result<Vec<u8>>) -> Gva {
+        let window = self.machine.region(Part::Code);
+        self.code.place::<anyhow::Error>(&window, assemble).unwrap()
+    }
+
+    /// The pool of slots, which is laid out with what functions return to when it is first asked for.
+    fn pool(&mut self) -> ReturnPool {
+        if let Some(pool) = self.pool {
+            return pool;
+        }
+        let (arch, cpu_number, rings, task) = (self.arch, self.cpu_number, self.rings, self.task);
+        let data = self.region.code + Part::Data.offset();
+        let (at, histograms) = (data + RETURN_POOL_OFFSET, Histograms(data + HISTOGRAMS_OFFSET));
+        let found = self.place(&|from| {
+            let stubs = Gva(from.0.next_multiple_of(RETURN_STUBS_ALIGN));
+            let (pool, returns) = (ReturnPool { at, stubs }, ReturnForm::Plain);
+            let exit =
+                ReturnExit { cpu_number, rings, clock: true, task, pool, histograms, returns };
+            let mut code = vec![0; (stubs.0 - from.0) as usize];
+            code.extend(assemble_returns(arch, &exit)?);
+            Ok(code)
+        });
+        let stubs = Gva(found.0.next_multiple_of(RETURN_STUBS_ALIGN));
+        let window = self.machine.region(Part::Data).memory;
+        let memory = ReturnPoolMemory::new(&window, arch.byte_order()).unwrap();
+        memory.lay_out(stubs).unwrap();
+        *self.pool.insert(ReturnPool { at, stubs })
     }
 
     /// The sites of functions that are counted, and traced as well if `traced` says so; their counters

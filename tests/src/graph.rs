@@ -15,6 +15,7 @@ use vmm::qemu::{GuestExit, Launch, Qemu};
 
 use crate::emulated::{Folder, LONG, engine, wait_for_kernel, wait_until};
 use crate::guest::{Transcript, text};
+use crate::latency::calls_are_measured;
 
 /// What the work calls that the tests look at, in one kernel or another.
 const FUNCTIONS: [&str; 9] = [
@@ -47,7 +48,7 @@ pub fn the_tree_is_the_guests_own(architecture: Architecture, series: Series) {
         initrd: Some(folder.path("initrd")),
         cmdline: format!(
             "quiet vmm.graph={functions} vmm.graph-work={WORK} \
-             vmm.work=wait-console-line,{WORK},wait-console-line"
+             vmm.work=wait-console-line,{WORK},wait-console-line,{WORK},wait-console-line"
         ),
         ..Launch::new(engine(architecture), kernel_for(architecture, series).unwrap().vmlinuz)
     };
@@ -81,6 +82,15 @@ pub fn the_tree_is_the_guests_own(architecture: Architecture, series: Series) {
     drop(sink);
     assert!(text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
     assert_eq!((summary.dropped(), summary.lost_returns, summary.lost_calls), (0, 0, 0));
+
+    calls_are_measured(&qemu, &kernel, &region, |drain| {
+        qemu.console_input().write_all(b"\n").unwrap();
+        wait_until("the same work once more", || {
+            drain();
+            transcript.text().matches("VMM-WORK-END proc-read").count() == 3
+        });
+    });
+    assert!(text(&qemu, &kernel).unwrap() == before, "the text is not what it was");
 
     qemu.console_input().write_all(b"\n").unwrap();
     let exit = qemu.wait(Some(LONG));

@@ -7,6 +7,7 @@ pub mod emulated;
 pub mod graph;
 pub mod guest;
 pub mod lab;
+pub mod latency;
 pub mod patched;
 pub mod redirects;
 pub mod samples;

@@ -231,6 +231,8 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
     redirects::check(&mut driver, &idle, expected.busy);
     returns_are_taken_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
+    calls_are_measured_under_load(&mut driver, &idle, expected.busy);
+    assert_eq!(driver.text(), untouched);
     calls_are_counted_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
     what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
@@ -337,6 +339,41 @@ fn returns_are_taken_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u6
         driver.check();
     }
     driver.wait();
+    driver.forget_recorded();
+    assert_eq!(driver.slots(), (0, RETURN_SLOTS, 0), "calls out, slots free, calls without one");
+    driver.allow_other_returns(false);
+    driver.run(1);
+}
+
+fn calls_are_measured_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u64) {
+    let names: Vec<&str> = idle.iter().filter(|name| !driver.signs(name)).copied().collect();
+    // A thousand nanoseconds a tick.
+    let sites = driver.measuring(&names, 1_000_000);
+    driver.forget_recorded();
+    driver.allow_other_returns(true);
+    let applied = driver.arm(sites.clone());
+    driver.run(3);
+    let histograms = driver.measured(names.len());
+    let both =
+        |name: &&str| [((*name).to_owned(), calls(3)), (format!("{name} returns"), calls(3))];
+    assert_eq!(driver.recorded(), names.iter().flat_map(both).collect());
+    for (name, histogram) in names.iter().zip(&histograms) {
+        assert_eq!(histogram.calls(), CPUS as u64 * calls(3)[0], "{name}");
+        let lowest = |(bit, calls): (usize, &u64)| if bit == 0 { 0 } else { calls << bit };
+        let lowest: u64 = histogram.buckets.iter().enumerate().map(lowest).sum();
+        assert!((lowest..2 * lowest.max(1)).contains(&histogram.total_ns), "{name}: {histogram:?}");
+        assert_eq!(histogram.total_ns % 1000, 0, "{name}: {histogram:?}");
+    }
+    assert!(histograms.iter().any(|histogram| histogram.total_ns > 0), "{histograms:?}");
+
+    // Both processors are anywhere at all.
+    driver.ask(busy);
+    for _ in 0..50 {
+        driver.disarm(&driver.arm(sites.clone()));
+        driver.check();
+    }
+    driver.wait();
+    driver.disarm(&applied);
     driver.forget_recorded();
     assert_eq!(driver.slots(), (0, RETURN_SLOTS, 0), "calls out, slots free, calls without one");
     driver.allow_other_returns(false);

@@ -200,9 +200,11 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     let shown = ["-f", "version_proc_show", "-f", "uptime_proc_show"];
     let counted = folder.trace_by("count", "a", &shown, "counted");
     let all_counted = folder.trace_by("count", "a", &["--json"], "all-counted");
+    // And one has them measured.
+    let measured = folder.trace_by("latency", "a", &[&shown[..], &["-u"]].concat(), "measured");
     let armed = |function: &str, clients| (function.to_owned(), "ours".to_owned(), clients);
-    assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 4)]);
-    assert_eq!(folder.pads("a", "version_proc_show"), [armed("version_proc_show", 3)]);
+    assert_eq!(folder.pads("a", "uptime_proc_show"), [armed("uptime_proc_show", 5)]);
+    assert_eq!(folder.pads("a", "version_proc_show"), [armed("version_proc_show", 4)]);
     let info = folder.json(&["info", "a", "--json"]);
     assert_eq!((&info["state"], &info["engine"]), (&"ready".into(), &"QEMU".into()));
     assert_eq!((&info["arch"], &info["vcpus"]), (&"x86_64".into(), &2.into()));
@@ -212,7 +214,7 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
 
     keys.write_all(b"go\n").unwrap();
     read_to(&mut console, "VMM-READY");
-    for counting in [counted, all_counted] {
+    for counting in [counted, all_counted, measured] {
         signal("-INT", counting.child.id());
         let (status, said) = counting.end();
         assert_eq!(status, Some(130), "{said}");
@@ -236,6 +238,18 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     assert_eq!(count("version_proc_show"), Some(10_000.into()));
     assert_eq!(count("uptime_proc_show"), Some(10_000.into()));
     assert!(count("vfs_read").is_some_and(|reads| reads.as_u64() > Some(20_000)));
+    for function in ["version_proc_show", "uptime_proc_show"] {
+        let shown = folder.files.read("measured");
+        let (_, shown) = shown.split_once(&format!("\nFunction = {function}\n")).unwrap();
+        let (head, shown) = shown.split_once('\n').unwrap();
+        assert_eq!(head, "     usecs               : count     distribution");
+        let (parts, sum) = shown.split_once("\n\navg = ").unwrap();
+        let calls = |part: &str| -> u64 {
+            part.split([':', '|']).nth(1).unwrap().trim().parse().expect("a count")
+        };
+        assert_eq!(parts.lines().map(calls).sum::<u64>(), 10_000, "{shown}");
+        assert!(sum.lines().next().unwrap().ends_with(" usecs, count: 10000"), "{shown}");
+    }
     let top = folder.ask(&["top", "a", "-f", "vfs_*", "--once"]);
     assert!(top.starts_with("vmm top, a, Linux 6.1.") && top.contains("CALLS/S"), "{top}");
     signal("-INT", second.child.id());

@@ -12,8 +12,8 @@ use object::elf;
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{
-    CONTINUATION_WORDS, Counters, MAX_CONTINUATIONS, RETURN_STUB_BYTES, ReturnPool, RingLayout,
-    THUNK_BLOCK_BYTES,
+    CONTINUATION_WORDS, Counters, Histograms, MAX_CONTINUATIONS, RETURN_STUB_BYTES, ReturnPool,
+    RingLayout, THUNK_BLOCK_BYTES,
 };
 
 pub mod aarch64;
@@ -756,7 +756,8 @@ pub struct ReturnHook {
     pub pool: ReturnPool,
     /// Whether the slot tells the time of the call.
     pub clock: bool,
-    /// What is to be done at the return: [`RECORD_RETURN`](crate::region::RECORD_RETURN).
+    /// What is to be done at the return: [`RECORD_RETURN`](crate::region::RECORD_RETURN), and
+    /// [`MEASURE_CALL`](crate::region::MEASURE_CALL) with the number of a histogram.
     pub duties: u32,
     /// What is executed behind it.
     pub then: Then,
@@ -775,6 +776,8 @@ pub struct ReturnExit {
     pub task: TaskPlaces,
     /// Where the slots are.
     pub pool: ReturnPool,
+    /// Where the histograms are.
+    pub histograms: Histograms,
     /// How the guest's functions return.
     pub returns: ReturnForm,
 }

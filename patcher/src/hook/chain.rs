@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 
 use super::counts::KnownThunks;
+use super::histograms::KnownHistograms;
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
 use crate::arch::{
     ArgumentWords, Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then,
 };
 use crate::kernel::{RecordedTask, Site};
-use crate::region::{Part, RECORD_RETURN, ReturnPool};
+use crate::region::{MEASURE_CALL, Part, RECORD_RETURN, ReturnPool};
 
 /// A piece of code that can be in a chain. Two that are equal are the same code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,6 +49,7 @@ pub(super) struct Chains {
     /// None until a return is taken.
     pub(super) pool: Option<ReturnPool>,
     pub(super) thunks: KnownThunks,
+    pub(super) histograms: KnownHistograms,
 }
 
 impl Hooks<'_> {
@@ -77,21 +79,43 @@ impl Hooks<'_> {
     pub(super) fn chain(&mut self, site: &Site, want: Want, behind: u16) -> Result<Gva, HookError> {
         let form = self.ground()?.returns;
         let mut then = Then::GoOn { behind, form };
-        if want.returns {
-            then = Then::Next(self.piece(Piece::ReturnHook { duties: RECORD_RETURN, then })?);
+        // What is measured has pieces of its own, and counts at their end: so thunks lead to the code that
+        // counts for all.
+        let counts_last = want.counted && want.measured;
+        if counts_last {
+            then = Then::Next(self.counted(site, then)?);
+        }
+        if let Some(duties) = self.duties(site, want)? {
+            then = Then::Next(self.piece(Piece::ReturnHook { duties, then })?);
         }
         if want.traced.is_some() {
             then = Then::Next(self.piece(Piece::Logger(want.arguments, then))?);
         }
-        match (want.counted, then) {
-            (true, then) => {
-                let counter = self.piece(Piece::Counter(then))?;
-                self.thunk(site, counter)
-            }
-            (false, Then::Next(piece)) => Ok(piece),
+        match then {
+            then if want.counted && !counts_last => self.counted(site, then),
+            Then::Next(piece) => Ok(piece),
             // Nothing at all is wanted of a pad that leads somewhere nevertheless.
-            (false, Then::GoOn { .. }) => self.piece(Piece::Logger(want.arguments, then)),
+            Then::GoOn { .. } => self.piece(Piece::Logger(want.arguments, then)),
         }
+    }
+
+    /// What counts the calls of a function and then goes on.
+    fn counted(&mut self, site: &Site, then: Then) -> Result<Gva, HookError> {
+        let counter = self.piece(Piece::Counter(then))?;
+        self.thunk(site, counter)
+    }
+
+    /// What is to be done when a call of a function returns, if anything is.
+    fn duties(&mut self, site: &Site, want: Want) -> Result<Option<u32>, HookError> {
+        let record = if want.returns { RECORD_RETURN } else { 0 };
+        let measure = match want.measured {
+            true => {
+                let histogram = self.take_histograms([site].into_iter())?[0];
+                MEASURE_CALL | u32::from(histogram)
+            }
+            false => 0,
+        };
+        Ok(Some(record | measure).filter(|duties| *duties != 0))
     }
 
     fn ground(&mut self) -> Result<&Ground, HookError> {
@@ -126,7 +150,8 @@ impl Hooks<'_> {
             Piece::ReturnHook { duties, then } => {
                 let pool = self.return_pool()?;
                 let cpu_number = self.ground()?.cpu_number;
-                let hook = ReturnHook { cpu_number, pool, clock: false, duties, then };
+                let clock = duties & MEASURE_CALL != 0;
+                let hook = ReturnHook { cpu_number, pool, clock, duties, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_return_hook(at, &hook)?))?
             }
         };
@@ -136,7 +161,7 @@ impl Hooks<'_> {
 
     /// What functions return to whose returns are taken, once there are any.
     pub(super) fn return_exit(&mut self, pool: ReturnPool) -> Result<ReturnExit, HookError> {
-        let rings = self.region.rings();
+        let (rings, histograms) = (self.region.rings(), self.histograms());
         let ground = self.ground()?;
         Ok(ReturnExit {
             cpu_number: ground.cpu_number,
@@ -144,6 +169,7 @@ impl Hooks<'_> {
             clock: true,
             task: ground.recorded.places(),
             pool,
+            histograms,
             returns: ground.returns,
         })
     }

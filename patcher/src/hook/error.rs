@@ -8,7 +8,7 @@ use crate::journal::JournalError;
 use crate::kernel::{CpuNumberError, ReturnFormError};
 use crate::machine::StopError;
 use crate::patch::{ApplyError, PlanError, VerifyError};
-use crate::region::{COUNTERS, NoTraps, RegionError};
+use crate::region::{COUNTERS, HISTOGRAMS, NoTraps, RegionError};
 
 /// Wants could not be changed; the guest runs on, and its text is as it was, but for
 /// [`ApplyError::Torn`].
@@ -39,7 +39,7 @@ pub enum HookError {
         prefix: &'static str,
     },
     /// The return of this function can't be taken.
-    #[error("the returns of {function} can't be recorded: {why}; leave it out with -n {function}")]
+    #[error("the returns of {function} can't be taken: {why}; leave it out with -n {function}")]
     ReturnNotTaken {
         /// The function.
         function: Box<str>,
@@ -61,6 +61,17 @@ pub enum HookError {
          counting (func)"
     )]
     CountersFull(Box<str>),
+    /// More functions than there are histograms.
+    #[error(
+        "{wanted} functions were to be measured, and there are histograms for no more than {left}, of \
+         {HISTOGRAMS} in all, each of which stays its function's: name fewer functions by -f"
+    )]
+    HistogramsFull {
+        /// Functions that have none.
+        wanted: usize,
+        /// Histograms that are left.
+        left: usize,
+    },
     /// Guests of this architecture can't be trapped.
     #[error("functions of {0} guests can't be trapped; use --method call")]
     NoTrap(&'static str),

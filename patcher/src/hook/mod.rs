@@ -12,8 +12,8 @@
 //! | no | yes | jumps to the new function | |
 //! | either way | yes | jumps to a stub | which calls the chain and jumps to the new function |
 //!
-//! Where the calls of a function are counted, or their returns recorded, its chain has one more piece. A
-//! function that is counted and not traced calls a chain without the piece that records.
+//! Where the calls of a function are counted, or their returns recorded or measured, its chain has one more
+//! piece. A function that is counted or measured and not traced calls a chain without the piece that records.
 //!
 //! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
 //! is executed from a copy in the region that jumps back behind it.
@@ -36,6 +36,7 @@ mod chain;
 mod change;
 mod counts;
 mod error;
+mod histograms;
 #[cfg(test)]
 pub(crate) mod place;
 mod presence;
@@ -76,6 +77,16 @@ pub struct Want {
     pub returns: bool,
     /// The words of its calls' arguments that are recorded, if it is traced by calls.
     pub arguments: ArgumentWords,
+    /// Whether what its calls take is added to its histogram.
+    pub measured: bool,
+}
+
+impl Want {
+    /// Whether its calls are to be noticed, in whatever way.
+    #[must_use]
+    pub fn notices_calls(&self) -> bool {
+        self.traced.is_some() || self.counted || self.measured
+    }
 }
 
 /// Somebody who looks at the guest while it stands for a change of wants.
@@ -335,6 +346,7 @@ impl<'m> Hooks<'m> {
         if site.is_unpadded() {
             return match want {
                 Want { counted: true, .. } => Err(HookError::NotCounted(site.name.clone())),
+                Want { measured: true, .. } => Err(not_taken(site, "it has no pad")),
                 Want { traced: None, redirect: None, .. } => Ok(site.original),
                 Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
                 Want { .. } => self.trap(site),
@@ -343,10 +355,8 @@ impl<'m> Hooks<'m> {
         if want.traced.is_some() {
             self.prepare_tracing()?;
         }
-        if want.returns
-            && let Err(why) = takes_return(site)
-        {
-            return Err(HookError::ReturnNotTaken { function: site.name.clone(), why });
+        if want.returns || want.measured {
+            takes_return(site).map_err(|why| not_taken(site, why))?;
         }
         if want.redirect.is_some() && site.prefix.signs {
             return Err(HookError::Signed {
@@ -354,9 +364,10 @@ impl<'m> Hooks<'m> {
                 prefix: site.prefix.name,
             });
         }
-        let calls = want.counted || want.traced.is_some();
+        let calls = want.notices_calls();
+        let is_trap = want.traced == Some(Method::Trap) && !want.counted && !want.measured;
         Ok(match want.redirect {
-            None if want.traced == Some(Method::Trap) && !want.counted => self.trap(site)?,
+            None if is_trap => self.trap(site)?,
             None if calls => {
                 arch.encode_branch(site.at, self.chain(site, want, site.layout.resume)?)?
             }
@@ -365,6 +376,10 @@ impl<'m> Hooks<'m> {
             Some(to) => arch.encode_jump(site.at, to)?,
         })
     }
+}
+
+fn not_taken(site: &Site, why: &'static str) -> HookError {
+    HookError::ReturnNotTaken { function: site.name.clone(), why }
 }
 
 impl Drop for Hooks<'_> {

@@ -48,6 +48,7 @@ const TRACED: Want = Want {
     redirect: None,
     returns: false,
     arguments: ArgumentWords::NONE,
+    measured: false,
 };
 
 fn redirected(to: Gva) -> Want {

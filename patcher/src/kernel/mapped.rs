@@ -11,7 +11,7 @@ use crate::journal::{Journal, JournalError, PartMark, PayloadMarks, RegionMark};
 use crate::machine::Machine;
 use crate::mem::{MemError, PhysMem};
 use crate::region::{
-    COUNTERS_OFFSET, CodeSpace, Part, PayloadSpace, RegionError, RegionWindow, ReturnPoolMemory,
+    CodeSpace, HISTOGRAMS_OFFSET, Part, PayloadSpace, RegionError, RegionWindow, ReturnPoolMemory,
     RingLayout, TEXT_OFFSET,
 };
 
@@ -101,7 +101,7 @@ impl MappedRegion {
         let RegionMark { code, constants, data, rings, .. } = *mark;
         let trampolines = code.len.min(TEXT_OFFSET);
         let text = code.at + trampolines..code.at + code.len;
-        let variables = data.at..data.at + data.len.min(COUNTERS_OFFSET);
+        let variables = data.at..data.at + data.len.min(HISTOGRAMS_OFFSET);
         Ok(Self {
             code: CodeSpace::with_code(code.at, trampolines, mark.used),
             payloads: PayloadSpace::new(text, whole(constants), variables, mark.payloads),

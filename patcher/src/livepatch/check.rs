@@ -12,7 +12,7 @@ use crate::journal::PayloadMarks;
 use crate::kernel::offline::{OfflineKernel, OfflinePad, OfflinePadsError};
 use crate::kernel::{Kernel, ReturnFormError};
 use crate::region::{
-    COUNTERS_OFFSET, PART_BYTES, Part, PayloadSizes, PayloadSpace, RegionError, TEXT_OFFSET,
+    HISTOGRAMS_OFFSET, PART_BYTES, Part, PayloadSizes, PayloadSpace, RegionError, TEXT_OFFSET,
 };
 use crate::trace::filter::Glob;
 
@@ -254,7 +254,7 @@ fn check_reach(kernel: &Kernel, resolved: &Resolved) -> Result<(), CheckError> {
         let part = |part: Part| at + part.offset();
         let text = part(Part::Code) + TEXT_OFFSET..part(Part::Code) + PART_BYTES;
         let constants = part(Part::Constants)..part(Part::Constants) + PART_BYTES;
-        let data = part(Part::Data)..part(Part::Data) + COUNTERS_OFFSET;
+        let data = part(Part::Data)..part(Part::Data) + HISTOGRAMS_OFFSET;
         let space = PayloadSpace::new(text, constants, data, PayloadMarks::default());
         let placement = space.reserve(resolved.sizes(), None)?;
         resolved.link(&placement).map_err(|source| CheckError::Link { at, source })?;

@@ -6,7 +6,7 @@
 //!            at its end page tables that map the region, where the guest has none for it
 //! constants  what payloads only read                              guest: read
 //! data       what payloads read and write                         guest: read + write
-//!            behind that, counters of calls; at its end the calls whose return is taken
+//!            behind that, histograms and counters of calls; at its end the calls whose return is taken
 //! rings      0       header of CPU 0: head (u64), rest unused     guest: read + write
 //!            128     header of CPU 1, and so on up to 512 CPUs
 //!            64 KiB  ring of CPU 0: a power of two of bytes
@@ -35,6 +35,7 @@ use crate::addr::Gpa;
 
 mod code;
 mod counters;
+mod histograms;
 mod payloads;
 mod returns;
 mod rings;
@@ -45,12 +46,17 @@ pub use counters::{
     COUNTER_BYTES, COUNTERS, COUNTERS_OFFSET, Counters, THUNK_BLOCK_BYTES, THUNK_BLOCKS,
     read_counters,
 };
+pub(crate) use histograms::SUM_AT;
+pub use histograms::{
+    BUCKETS, HISTOGRAM_BYTES, HISTOGRAMS, HISTOGRAMS_OFFSET, Histogram, Histograms,
+    HistogramsMemory,
+};
 pub use payloads::{PayloadSizes, PayloadSpace, Placement};
 pub(crate) use returns::slot;
 pub use returns::{
-    FREE_LIST_BYTES, RECORD_RETURN, RETURN_POOL_BYTES, RETURN_POOL_OFFSET, RETURN_SLOT_BYTES,
-    RETURN_SLOTS, RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool, ReturnPoolMemory, ReturnSlot,
-    TakenReturns,
+    FREE_LIST_BYTES, MEASURE_CALL, RECORD_RETURN, RETURN_POOL_BYTES, RETURN_POOL_OFFSET,
+    RETURN_SLOT_BYTES, RETURN_SLOTS, RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool,
+    ReturnPoolMemory, ReturnSlot, TakenReturns,
 };
 pub(crate) use rings::CONTINUATIONS_AT;
 pub use rings::{

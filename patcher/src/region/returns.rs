@@ -22,7 +22,8 @@
 //! 0   u64  the return address that was replaced
 //! 8   u64  the clock at the call, where that is asked for
 //! 16  u32  the function, as in the record of the call
-//! 20  u32  what is to be done at the return: bit 31 is for a record
+//! 20  u32  what is to be done at the return: bit 31 is for a record, bit 29 for adding to the histogram
+//!          whose number is in the low half
 //! 24  u32  the next free slot
 //! 28  u32  1 from when the stub's address is in place until the function has returned
 //! ```
@@ -85,6 +86,9 @@ pub(crate) mod slot {
 
 /// The duty to record the return.
 pub const RECORD_RETURN: u32 = 1 << 31;
+
+/// The duty to add what the call has taken to the histogram whose number is in the low half.
+pub const MEASURE_CALL: u32 = 1 << 29;
 
 /// Where the pool and its stubs are in guest-virtual memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -149,8 +153,18 @@ pub struct ReturnSlot {
     pub returns_to: u64,
     /// The function, as in the record of the call.
     pub function: u32,
+    /// What is to be done at the return.
+    pub duties: u32,
     /// Whether the stub's address is in place.
     pub placed: bool,
+}
+
+impl ReturnSlot {
+    /// The histogram that what it holds is to be added to, if it holds a call that is to be.
+    #[must_use]
+    pub fn histogram(&self) -> Option<u16> {
+        (self.placed && self.duties & MEASURE_CALL != 0).then_some(self.duties as u16)
+    }
 }
 
 /// The pool as this process sees it.
@@ -251,6 +265,7 @@ impl<'a> ReturnPoolMemory<'a> {
         ReturnSlot {
             returns_to: self.order.u64(halves[usize::from(slot::RETURN) / 8]),
             function: word(slot::FUNCTION),
+            duties: word(slot::DUTIES),
             placed: word(slot::PLACED) == 1,
         }
     }

@@ -8,6 +8,7 @@ use super::counts::Counts;
 use super::filter::Filter;
 use super::gaps::Gaps;
 use super::graph::Graph;
+use super::latency::Latencies;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
 use super::select::WantedValues;
@@ -34,7 +35,7 @@ pub struct Summary {
     pub corrupt: Vec<RingCorrupt>,
     /// Calls of every function that was called, most first; of a trace with a threshold, returns.
     pub functions: Vec<(Arc<str>, u64)>,
-    /// How often a counter of calls was lower than before, which only the guest can have done.
+    /// How often a counter of calls, or a part of a histogram, was lower than before, which only the guest can have done.
     pub set_back: u64,
     /// Calls that have not returned, by function, most first.
     pub outstanding: Vec<(Arc<str>, u64)>,
@@ -70,6 +71,8 @@ pub(super) struct Client<S> {
     pub values: WantedValues,
     /// What it has counted, if it counts.
     pub counts: Option<Counts>,
+    /// How long calls took, if it measures that.
+    pub latencies: Option<Latencies>,
     /// Calls that had found no slot when it began, and until it ended.
     pub slots_missed: Range<u64>,
     /// The records between these indices, by CPU, are its own if they are of its functions.
@@ -148,6 +151,7 @@ impl<S> Client<S> {
             graph,
             values: later.values,
             counts,
+            latencies: None,
             slots_missed: 0..0,
             lost: vec![0; from.slots.len()],
             continuations: vec![Continuations::default(); from.slots.len()],
@@ -172,10 +176,16 @@ impl<S> Client<S> {
         self.to.get_or_insert(heads);
     }
 
-    /// What it asks for of modules that are loaded now; `None` once it has ended, and of one that counts:
-    /// its functions are those that there were when it began.
+    /// What it asks for of modules that are loaded now; `None` once it has ended, and of one that counts or
+    /// measures: its functions are those that there were when it began.
     pub fn later(&self) -> Option<&Later> {
-        (self.to.is_none() && self.counts.is_none()).then_some(&self.later)
+        let records = self.counts.is_none() && self.latencies.is_none();
+        (self.to.is_none() && records).then_some(&self.later)
+    }
+
+    /// Whether the returns of its functions are taken.
+    pub fn takes_returns(&self) -> bool {
+        self.graph.is_some() || self.latencies.is_some()
     }
 
     /// Indices of its records in the ring of `cpu`.
@@ -265,7 +275,11 @@ impl<S> Client<S> {
     }
 
     pub fn events(&self) -> u64 {
-        self.counts.as_ref().map_or(self.events, Counts::sum)
+        match (&self.counts, &self.latencies) {
+            (Some(counts), _) => counts.sum(),
+            (None, Some(latencies)) => latencies.sum(),
+            (None, None) => self.events,
+        }
     }
 
     pub fn missed(&self) -> u64 {
@@ -283,16 +297,19 @@ impl<S> Client<S> {
             lost.for_each(|lost| *lost = lost.saturating_sub(more.saturating_sub(pending)));
         }
         let called = self.calls.iter().enumerate().filter(|(_, calls)| **calls > 0);
-        let functions = match &self.counts {
-            Some(counts) => most_first(names, counts.calls()),
-            None => most_first(names, called.map(|(index, calls)| (index, *calls))),
+        let functions = match (&self.counts, &self.latencies) {
+            (Some(counts), _) => most_first(names, counts.calls()),
+            (None, Some(latencies)) => most_first(names, latencies.calls()),
+            (None, None) => most_first(names, called.map(|(index, calls)| (index, *calls))),
         };
         let outstanding = self.graph.as_ref().map(Graph::outstanding).unwrap_or_default();
         let outstanding = outstanding.into_iter().map(|(index, calls)| (index as usize, calls));
+        let outstanding = outstanding.chain(self.latencies.iter().flat_map(Latencies::outstanding));
         let (lost_returns, lost_calls) = self.graph.as_ref().map_or((0, 0), Graph::unmatched);
         Summary {
             events: self.events(),
-            set_back: self.counts.as_ref().map_or(0, Counts::set_back),
+            set_back: self.counts.as_ref().map_or(0, Counts::set_back)
+                + self.latencies.as_ref().map_or(0, Latencies::set_back),
             overrun: self.overrun,
             lost,
             unwritten,

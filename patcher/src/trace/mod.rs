@@ -11,6 +11,7 @@ pub mod filter;
 mod gaps;
 pub mod graph;
 mod kind;
+mod latency;
 pub mod merge;
 mod names;
 

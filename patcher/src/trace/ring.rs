@@ -464,6 +464,54 @@ mod tests {
             index
         }
 
+        /// A call with its arguments in further slots, and what is counted of these.
+        fn reserve_more(&self, slots: u64) -> u64 {
+            let window = self.window();
+            let header = self.layout.header_offset(CPU);
+            let add = |at, count| {
+                window.get_atomic_ref::<AtomicU64>(at).unwrap().fetch_add(count, Ordering::AcqRel)
+            };
+            let index = add(header, slots + 1);
+            add(header + CONTINUATIONS_AT as usize, slots);
+            index
+        }
+
+        fn fill_more(&self, index: u64, slots: u64) {
+            let window = self.window();
+            for number in 1..=slots {
+                let slot = self.layout.slot_offset(CPU, index + number);
+                for (word, at) in [0, 12, 20].into_iter().enumerate() {
+                    window.write_obj(index << 8 | number << 4 | word as u64, slot + at).unwrap();
+                }
+                window.write_obj(number as u32, slot + 8).unwrap();
+                let sequence = window.get_atomic_ref::<AtomicU32>(slot + 28).unwrap();
+                sequence.store((index + number + 1) as u32, Ordering::Release);
+            }
+            self.fill(index);
+        }
+
+        fn call_with(&self, slots: u64) -> u64 {
+            let index = self.reserve_more(slots);
+            self.fill_more(index, slots);
+            index
+        }
+
+        /// Which calls were read, and how many words of each.
+        fn drain_with(&self, reader: &mut RingReader) -> Vec<(u64, usize)> {
+            let mut records = Vec::new();
+            reader.look(&self.window());
+            while !reader.read(&self.window(), &mut records, 50) {}
+            let told = records.iter().map(|record| {
+                let words = record.arguments.as_ref().map_or(&[][..], |words| words.words());
+                for (at, word) in words.iter().enumerate() {
+                    let (number, word_in) = (at as u64 / 3 + 1, at as u64 % 3);
+                    assert_eq!(*word, record.index << 8 | number << 4 | word_in);
+                }
+                (record.index, words.len())
+            });
+            told.collect()
+        }
+
         fn drain(&self, reader: &mut RingReader) -> Vec<u64> {
             let mut records = Vec::new();
             reader.look(&self.window());
@@ -538,6 +586,61 @@ mod tests {
         assert_eq!(guest.drain(&mut reader), after);
         assert_eq!(reader.lost(), 2);
         assert_eq!(reader.corrupt(), None);
+    }
+
+    #[test]
+    fn arguments_come_with_their_call_wherever_its_slots_are() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let mut counted = 0;
+        // Over the ring's end, and over that of what is copied at a time.
+        for round in 0..400_u64 {
+            let slots = round % 5;
+            let calls = [guest.call_with(slots), guest.call()];
+            counted += slots;
+            let expected = [(calls[0], 3 * slots as usize), (calls[1], 0)];
+            assert_eq!(guest.drain_with(&mut reader), expected);
+            let read: u64 = reader.continuations_read().iter().map(|r| r.end - r.start).sum();
+            assert_eq!((read, reader.continuations()), (slots, counted));
+        }
+        assert_eq!((reader.lost(), reader.pending(), reader.corrupt()), (0, 0, None));
+    }
+
+    #[test]
+    fn a_call_that_is_not_written_yet_comes_later_with_its_arguments() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let slow = guest.reserve_more(2);
+        let quick = guest.call_with(1);
+        assert_eq!(guest.drain_with(&mut reader), [(quick, 3)]);
+        assert_eq!(reader.pending(), 3);
+        guest.fill_more(slow, 2);
+        assert_eq!(guest.drain_with(&mut reader), [(slow, 6)]);
+        assert_eq!((reader.lost(), reader.pending()), (0, 0));
+    }
+
+    #[test]
+    fn what_is_lost_is_the_slots_and_what_was_counted_tells_the_calls() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        (0..100).for_each(|_| drop(guest.call_with(2)));
+        let read = guest.drain_with(&mut reader);
+        // The ring holds 42 calls, and two slots of one of which the first is lost.
+        assert_eq!((read.len(), reader.lost()), (42, 300 - 128));
+        let more: u64 = reader.continuations_read().iter().map(|r| r.end - r.start).sum();
+        let lost_more = reader.continuations() - more;
+        assert_eq!(read.len() as u64 + reader.lost() - lost_more, 100);
+    }
+
+    #[test]
+    fn slots_of_arguments_without_their_call_are_no_records() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let index = guest.call_with(3);
+        // As if the first one were another's.
+        let slot = guest.layout.slot_offset(CPU, index + 1);
+        guest.window().write_obj(2_u32, slot + 8).unwrap();
+        assert_eq!(guest.drain_with(&mut reader), [(index, 0)]);
     }
 
     #[test]

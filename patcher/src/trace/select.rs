@@ -20,6 +20,8 @@ pub struct Selection {
     pub counts: bool,
     /// Which values are told.
     pub values: WantedValues,
+    /// Whether it is only added up how long their calls take.
+    pub measures: bool,
     /// Those that can be.
     pub sites: Vec<Site>,
     /// Those that the filter names and that can't, with the reason.
@@ -109,6 +111,17 @@ impl Selection {
     /// recorded.
     #[must_use]
     pub fn with_returns(self, options: graph::Options) -> Self {
+        Self { graph: Some(options), ..self.whose_returns_are_taken() }
+    }
+
+    /// The same functions, of which is measured how long their calls take; those are refused whose returns
+    /// can't be taken.
+    #[must_use]
+    pub fn measured(self) -> Self {
+        Self { measures: true, ..self.whose_returns_are_taken() }
+    }
+
+    fn whose_returns_are_taken(self) -> Self {
         let Self { sites, mut refused, .. } = self;
         let (sites, others): (Vec<Site>, Vec<Site>) =
             sites.into_iter().partition(|site| takes_return(site).is_ok());
@@ -116,7 +129,7 @@ impl Selection {
             let why = takes_return(&site).err()?;
             Some(Refused { name: site.name, at: site.at, why: Refusal::NoReturn { why } })
         }));
-        Self { graph: Some(options), sites, refused, ..self }
+        Self { sites, refused, ..self }
     }
 
     /// Chooses among these pads.
@@ -133,18 +146,9 @@ impl Selection {
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
         let (filter, method) = (filter.clone(), Method::Call);
+        let (graph, counts, measures) = (None, false, false);
         let values = WantedValues::default();
-        Ok(Self {
-            method,
-            graph: None,
-            counts: false,
-            values,
-            sites,
-            refused,
-            pads,
-            filter,
-            modules,
-        })
+        Ok(Self { method, graph, counts, measures, values, sites, refused, pads, filter, modules })
     }
 }
 

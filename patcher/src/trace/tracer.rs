@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::client::{Client, Heads, Later};
 use super::counts::Counts;
 use super::graph::Graph;
+use super::latency::Latencies;
 use super::merge::Merger;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
@@ -26,7 +27,7 @@ use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
 use crate::kernel::{Kernel, PadsError, Prototypes, Site, TypesError};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
-use crate::region::{Part, RegionError, RingLayout};
+use crate::region::{Histogram, Part, RegionError, RingLayout};
 
 mod modules;
 
@@ -94,10 +95,31 @@ struct Member {
     wanted_by: u16,
     /// The clients for whom its calls are to be counted.
     counted_by: u16,
+    /// The clients for whom it is to be measured how long its calls take.
+    measured_by: u16,
     /// The clients that its records go to: also those that still have to get their last ones.
     heard_by: u16,
     /// What its calls and returns tell, once somebody has asked for that.
     format: Option<Arc<Format>>,
+}
+
+impl Member {
+    fn new(site: &Site) -> Self {
+        let listed = site.clone();
+        Self { listed, wanted_by: 0, counted_by: 0, measured_by: 0, heard_by: 0, format: None }
+    }
+
+    /// The clients for whom something is wanted of it.
+    fn clients(&self) -> u16 {
+        self.wanted_by | self.counted_by | self.measured_by
+    }
+
+    /// Nothing is wanted of it for these clients any more.
+    fn leave(&mut self, clients: u16) {
+        for by in [&mut self.wanted_by, &mut self.counted_by, &mut self.measured_by] {
+            *by &= !clients;
+        }
+    }
 }
 
 const _: () = assert!(MAX_CLIENTS <= u16::BITS as usize);
@@ -167,13 +189,9 @@ impl<'m, S> Tracer<'m, S> {
     pub fn armed_pads(&self, hooks: &Hooks<'m>) -> impl Iterator<Item = (Gva, u32)> {
         let members = self.members.iter().enumerate().filter(|(index, member)| {
             let at = member.listed.at;
-            let want = hooks.want(at);
-            let is_armed = want.traced.is_some() || want.counted;
-            self.is_there(*index) && is_armed && hooks.is_in_force(at)
+            self.is_there(*index) && hooks.want(at).notices_calls() && hooks.is_in_force(at)
         });
-        members.map(|(_, member)| {
-            (member.listed.at, (member.wanted_by | member.counted_by).count_ones())
-        })
+        members.map(|(_, member)| (member.listed.at, member.clients().count_ones()))
     }
 
     /// Begins to trace the selected functions for a new client. Those that are not armed yet are, all
@@ -211,12 +229,13 @@ impl<'m, S> Tracer<'m, S> {
             .filter(|(_, want, wanted)| want != wanted)
             .map(|(site, _, wanted)| (site, wanted))
             .collect();
+        let functions = indices.iter().map(|index| *index as u32);
         let counts = match selection.counts {
-            true => {
-                let sites = selection.sites.iter().cloned();
-                let functions = indices.iter().map(|index| *index as u32).zip(sites);
-                Some(Counts::new(hooks, functions)?)
-            }
+            true => Some(Counts::new(hooks, functions.clone().zip(selection.sites.clone()))?),
+            false => None,
+        };
+        let latencies = match selection.measures {
+            true => Some(Latencies::new(hooks, (functions, &selection.sites))?),
             false => None,
         };
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
@@ -236,6 +255,8 @@ impl<'m, S> Tracer<'m, S> {
             let member = &mut self.members[index];
             if counts.is_some() {
                 member.counted_by |= 1 << slot;
+            } else if latencies.is_some() {
+                member.measured_by |= 1 << slot;
             } else {
                 member.wanted_by |= 1 << slot;
                 member.heard_by |= 1 << slot;
@@ -259,7 +280,8 @@ impl<'m, S> Tracer<'m, S> {
         };
         let heads = Heads::of(&self.readers);
         let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
-        if client.graph.is_some() {
+        client.latencies = latencies;
+        if client.takes_returns() {
             client.slots_missed.start = hooks.missed_returns();
         }
         self.clients[slot] = Some(client);
@@ -271,13 +293,12 @@ impl<'m, S> Tracer<'m, S> {
         let ip = record_ip(site.at, &site.original);
         let index = self.names.index_of(ip.0 as u32);
         if let Some(index) = index
-            && (hooks.want(site.at).traced.is_some() || hooks.want(site.at).counted)
+            && hooks.want(site.at).notices_calls()
         {
             return index;
         }
         let index = self.names.add(site, ip);
-        let (listed, format) = (site.clone(), None);
-        let member = Member { listed, wanted_by: 0, counted_by: 0, heard_by: 0, format };
+        let member = Member::new(site);
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
             Some(known) => {
@@ -315,11 +336,15 @@ impl<'m, S> Tracer<'m, S> {
     /// What the pad of the member with that index is to do that does what `want` says, for a client with that
     /// selection as well. Returns and arguments are recorded only of what is traced by calls.
     fn wanted_too(&self, want: Want, selection: &Selection, index: usize) -> Want {
-        let method = if want.counted { Method::Call } else { selection.method };
+        let calls_code = want.counted || want.measured;
+        let method = if calls_code { Method::Call } else { selection.method };
         let mut wanted = match selection.graph {
             // A pad that is a trap calls nothing.
             _ if selection.counts => {
                 Want { counted: true, traced: want.traced.map(|_| Method::Call), ..want }
+            }
+            _ if selection.measures => {
+                Want { measured: true, traced: want.traced.map(|_| Method::Call), ..want }
             }
             Some(_) => Want { traced: Some(Method::Call), returns: true, ..want },
             None => Want { traced: want.traced.or(Some(method)), ..want },
@@ -351,8 +376,7 @@ impl<'m, S> Tracer<'m, S> {
     pub fn remove(&mut self, hooks: &mut Hooks<'m>, client: ClientId) -> Result<(), ReleaseError> {
         let Some(slot) = self.slot(client) else { return Ok(()) };
         for member in &mut self.members {
-            member.wanted_by &= !(1 << slot);
-            member.counted_by &= !(1 << slot);
+            member.leave(1 << slot);
         }
         let wants: Vec<(&Site, Want)> = (self.members.iter().enumerate())
             .filter(|(index, _)| self.is_there(*index))
@@ -372,7 +396,12 @@ impl<'m, S> Tracer<'m, S> {
             {
                 client.failure.get_or_insert(io::Error::other(error));
             }
-            if client.graph.is_some() {
+            if let Some(latencies) = &mut client.latencies
+                && let Err(error) = latencies.end(hooks)
+            {
+                client.failure.get_or_insert(io::Error::other(error));
+            }
+            if client.takes_returns() {
                 client.slots_missed.end = hooks.missed_returns();
             }
             if let Ok(changed) = &result {
@@ -393,7 +422,9 @@ impl<'m, S> Tracer<'m, S> {
         let slots = (0..MAX_CLIENTS).filter(|slot| member.wanted_by & 1 << slot != 0);
         let clients: Vec<_> = slots.filter_map(|slot| self.clients[slot].as_ref()).collect();
         let returns = clients.iter().any(|client| client.graph.is_some());
-        let mut still = Want { counted: want.counted && member.counted_by != 0, ..want };
+        let counted = want.counted && member.counted_by != 0;
+        let measured = want.measured && member.measured_by != 0;
+        let mut still = Want { counted, measured, ..want };
         if member.wanted_by == 0 {
             still.traced = None;
         }
@@ -535,6 +566,22 @@ impl<'m, S> Tracer<'m, S> {
         let slot = self.slot(client)?;
         let counts = self.clients[slot].as_mut()?.counts.as_mut()?;
         Some(counts.look(hooks).map(|()| counts.news()))
+    }
+
+    /// For a client that measures: looks at the histograms, and tells of which functions calls have returned
+    /// since this was last asked, each by its index and how long its calls took since the beginning. `None`
+    /// for any other client.
+    ///
+    /// # Errors
+    /// The region can't be read.
+    pub fn latencies(
+        &mut self,
+        hooks: &Hooks<'m>,
+        client: ClientId,
+    ) -> Option<Result<Vec<(u32, Histogram)>, RegionError>> {
+        let slot = self.slot(client)?;
+        let latencies = self.clients[slot].as_mut()?.latencies.as_mut()?;
+        Some(latencies.look(hooks).map(|()| latencies.news()))
     }
 
     /// The name of the function with that index.

@@ -326,10 +326,18 @@ impl Returned<'_> {
     }
 }
 
+impl Returned<'_> {
+    /// The name of that error, if it has one.
+    #[must_use]
+    pub fn error_name(&self) -> Option<&'static str> {
+        errors::name(-self.error()?)
+    }
+}
+
 impl fmt::Display for Returned<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.error() {
-            Some(error) => match errors::name(-error) {
+            Some(error) => match self.error_name() {
                 Some(name) => write!(f, "{error} ({name})"),
                 None => write!(f, "{error}"),
             },

@@ -276,7 +276,7 @@ fn watch(
     let mut shown = Ok(());
     let end = loop {
         match calls.next(|_| ())? {
-            Message::Calls(_) => {}
+            Message::Calls(_) | Message::Measured(_) => {}
             Message::End(end) => break end,
             Message::Counted(counted) => {
                 table.take(&counted);

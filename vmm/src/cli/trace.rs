@@ -16,7 +16,7 @@ use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use patcher::arch::ByteOrder;
 use patcher::trace::sink::{self, Beginning, Sink};
-use vmm::control::protocol::{Armed, Counted, EndReason, RefusalKind, TraceRequest};
+use vmm::control::protocol::{Armed, Counted, EndReason, Measured, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
 use super::count_options::CountOptions;
@@ -25,7 +25,7 @@ use super::output::{Destination, Format, Output, Records};
 use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
-use super::trace_options::{Method, NO_FORMAT, Tracer};
+use super::trace_options::{Method, Tracer};
 use super::value_options::ValueOptions;
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
@@ -76,7 +76,7 @@ pub struct Options {
         short,
         long,
         value_name = "SECONDS",
-        help_heading = "Options of the tracer count",
+        help_heading = "Options of the tracers count and latency",
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     duration: Option<u64>,
@@ -109,6 +109,9 @@ Examples:
 
   Count the calls of ext4's functions, and print the ten that are called most every second:
     vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
+
+  Show how long reads of files take, as a histogram every five seconds:
+    vmm trace guest1 latency -f vfs_read --interval 5 -u
 
   Record every call, and look at it in KernelShark:
     vmm trace guest1 func -o all.vmmrec
@@ -145,12 +148,10 @@ pub fn run(options: &Options) -> Result<Status> {
         count: options.count.request(),
     })?;
     let counts = options.count.form(Some(options.tracer), &options.filter);
-    if counts.is_none() && !(options.count.is_unused() && options.duration.is_none()) {
-        let message = "intervals, durations, timestamps, --top and --json are of the tracer count";
+    options.count.check(Some(options.tracer), options.format)?;
+    if counts.is_none() && options.duration.is_some() {
+        let message = "--duration is of the tracers count and latency";
         return Err(Contradiction(message.into()).into());
-    }
-    if counts.is_some() && options.format.is_some() {
-        return Err(Contradiction(NO_FORMAT.into()).into());
     }
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
@@ -226,7 +227,7 @@ pub fn begin(
 struct Lasts<'e> {
     ends: &'e Ends,
     stop: &'e AtomicBool,
-    /// Of one that counts.
+    /// Of one that counts or measures.
     duration: Option<Duration>,
 }
 
@@ -280,6 +281,17 @@ fn receive(
                 let last = counted.last || is_over;
                 if written.is_ok() {
                     written = records.counted(&Counted { last, ..counted });
+                }
+                if is_over {
+                    ask_for_the_end(ends);
+                }
+                continue;
+            }
+            Ok(Message::Measured(measured)) => {
+                let is_over = duration.is_some_and(|duration| measured.elapsed >= duration);
+                let last = measured.last || is_over;
+                if written.is_ok() {
+                    written = records.measured(&Measured { last, ..measured });
                 }
                 if is_over {
                     ask_for_the_end(ends);

@@ -9,9 +9,6 @@ use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
 use super::value_options::ValueOptions;
 
-/// Why counts take no format.
-pub const NO_FORMAT: &str = "counts are printed as text, or with --json; they have no --format";
-
 /// A trace that is wanted from the beginning.
 #[derive(Debug, Args)]
 pub struct TraceOptions {
@@ -72,6 +69,8 @@ pub enum Tracer {
     Graph,
     /// How often each function is called: counted by the guest itself, as by bcc's funccount
     Count,
+    /// How long the calls of each function take: histograms made by the guest itself, as by bcc's funclatency
+    Latency,
 }
 
 /// How calls are noticed.
@@ -99,6 +98,7 @@ impl From<Tracer> for protocol::Tracer {
             Tracer::Func => Self::Func,
             Tracer::Graph => Self::Graph,
             Tracer::Count => Self::Count,
+            Tracer::Latency => Self::Latency,
         }
     }
 }
@@ -117,12 +117,7 @@ impl TraceOptions {
     /// # Errors
     /// It makes no sense.
     pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
-        if self.trace == Some(Tracer::Count) && self.format.is_some() {
-            return Err(Contradiction(NO_FORMAT.into()));
-        }
-        if self.trace != Some(Tracer::Count) && !self.count.is_unused() {
-            return Err(Contradiction("what counts are to show needs --trace count".into()));
-        }
+        self.count.check(self.trace, self.format)?;
         let Some(tracer) = self.trace else {
             if !self.values.is_unused() {
                 return Err(Contradiction("--args and --ret need --trace".into()));

@@ -9,9 +9,10 @@ use patcher::trace::sink::Event;
 use super::names::Names;
 use super::place::{Found, Name, Place};
 use super::protocol::{
-    Armed, BatchHeader, Counted, End, Greeting, Hello, Info, MAX_BATCH, MAX_CALLS, MAX_COUNTED,
-    MAX_NAMES_IN_FORCE, MAX_REPLY, Pad, Patch, PatchRequest, Patched, Refusal, Reply, Request,
-    RevertRequest, Reverted, Status, TraceRequest, VERSION, Waiting,
+    Armed, BatchHeader, Counted, End, Greeting, Hello, Info, Latency, MAX_BATCH, MAX_CALLS,
+    MAX_COUNTED, MAX_MEASURED, MAX_NAMES_IN_FORCE, MAX_REPLY, Measured, Pad, Patch, PatchRequest,
+    Patched, Refusal, Reply, Request, RevertRequest, Reverted, Status, TraceRequest, VERSION,
+    Waiting,
 };
 use super::wire::{Wire, WireError, line};
 
@@ -342,6 +343,8 @@ pub enum Message {
     Calls(usize),
     /// How often functions were called.
     Counted(Counted),
+    /// How long calls took.
+    Measured(Measured),
     /// It is over.
     End(Box<End>),
 }
@@ -364,6 +367,15 @@ impl Calls {
                     return Err(ClientError::Protocol { name: client.name.clone(), what });
                 }
                 return Ok(Message::Counted(counted));
+            }
+            Reply::Measured(measured) => {
+                let is_sound = |one: &Latency| one.number < MAX_NUMBER && one.histogram().is_some();
+                let latencies = &measured.latencies;
+                if latencies.len() > MAX_MEASURED || !latencies.iter().all(is_sound) {
+                    let what = "it measures more than a guest has functions or time".to_owned();
+                    return Err(ClientError::Protocol { name: client.name.clone(), what });
+                }
+                return Ok(Message::Measured(measured));
             }
             other => return Err(client.unexpected(&other)),
         };

@@ -288,6 +288,7 @@ impl Conversation<'_> {
                     bytes
                 }
                 Fed::Counted(counted) => line(&Reply::Counted(counted)),
+                Fed::Measured(measured) => line(&Reply::Measured(measured)),
                 Fed::End(end) => {
                     let patience = if self.shared.is_ending() { LAST_WORDS } else { PATIENCE };
                     let until = Instant::now() + patience;

@@ -5,12 +5,13 @@ use std::io::{self, ErrorKind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use patcher::region::Histogram;
 use patcher::trace::sink::{Beginning, Event, Name, Sink};
 use rustc_hash::FxHashMap;
 
 use super::protocol::{
-    BatchHeader, CALL_BYTES, Call, Counted, End, MAX_BATCH, MAX_BEHIND, MAX_CALLS, MAX_COUNTED,
-    MAX_NAME, MAX_NAMES, MAX_NAMES_IN_FORCE,
+    BatchHeader, CALL_BYTES, Call, Counted, End, Latency, MAX_BATCH, MAX_BEHIND, MAX_CALLS,
+    MAX_COUNTED, MAX_MEASURED, MAX_NAME, MAX_NAMES, MAX_NAMES_IN_FORCE, Measured,
 };
 
 /// Full batches that wait for a client at most: half a million calls, in 16 MiB if nothing is behind them.
@@ -59,27 +60,49 @@ impl Batch {
     }
 }
 
-/// Counts that were not taken out yet. A later reading says all that an earlier one does, so that there is
-/// never more than one.
-#[derive(Debug, Default)]
-struct Reading {
+/// What a guest has added up and was not taken out yet. A later reading says all that an earlier one does, so
+/// that there is never more than one.
+#[derive(Debug)]
+struct Reading<T> {
     functions: usize,
     elapsed: Duration,
     last: bool,
-    calls: BTreeMap<u32, (u64, Arc<str>)>,
+    sums: BTreeMap<u32, (T, Arc<str>)>,
 }
 
-impl Reading {
+impl<T> Default for Reading<T> {
+    fn default() -> Self {
+        Self { functions: 0, elapsed: Duration::ZERO, last: false, sums: BTreeMap::new() }
+    }
+}
+
+impl<T> Reading<T> {
+    /// The next of its functions, `most` at most.
+    fn take(&mut self, most: usize) -> impl Iterator<Item = (u32, (T, Arc<str>))> {
+        std::iter::from_fn(|| self.sums.pop_first()).take(most)
+    }
+}
+
+impl Reading<u64> {
     /// As much as a message holds, and whether there is more.
-    fn take(&mut self) -> Counted {
-        let mut calls = Vec::new();
-        while calls.len() < MAX_COUNTED
-            && let Some((number, (count, name))) = self.calls.pop_first()
-        {
-            calls.push((number, count, cut(&name).to_owned()));
-        }
+    fn counted(&mut self) -> Counted {
+        let calls = self.take(MAX_COUNTED);
+        let calls = calls.map(|(number, (calls, name))| (number, calls, cut(&name).to_owned()));
+        let calls = calls.collect();
         let Self { functions, elapsed, last, .. } = *self;
-        Counted { functions, elapsed, more: !self.calls.is_empty(), last, calls }
+        Counted { functions, elapsed, more: !self.sums.is_empty(), last, calls }
+    }
+}
+
+impl Reading<Histogram> {
+    /// As much as a message holds, and whether there is more.
+    fn measured(&mut self) -> Measured {
+        let latencies = self.take(MAX_MEASURED);
+        let latencies = latencies
+            .map(|(number, (histogram, name))| Latency::new(number, cut(&name), &histogram))
+            .collect();
+        let Self { functions, elapsed, last, .. } = *self;
+        Measured { functions, elapsed, more: !self.sums.is_empty(), last, latencies }
     }
 }
 
@@ -95,7 +118,8 @@ fn cut(name: &str) -> &str {
 #[derive(Debug, Default)]
 struct Queue {
     batches: VecDeque<Batch>,
-    counted: Option<Reading>,
+    counted: Option<Reading<u64>>,
+    measured: Option<Reading<Histogram>>,
     end: Option<End>,
     /// Nobody puts anything in any more, or takes anything out.
     outbox_gone: bool,
@@ -140,6 +164,8 @@ pub enum Fed {
     Batch(Batch),
     /// How often functions were called.
     Counted(Counted),
+    /// How long calls took.
+    Measured(Measured),
     /// No more.
     End(End),
     /// The other side has gone without a word.
@@ -174,18 +200,38 @@ impl Outbox {
     /// Nobody takes it out any more.
     pub fn counted<'n>(
         &mut self,
-        (functions, elapsed, last): (usize, Duration, bool),
+        reading: (usize, Duration, bool),
         calls: impl Iterator<Item = (u32, u64, &'n Arc<str>)>,
+    ) -> io::Result<()> {
+        self.read(reading, calls, |queue| &mut queue.counted)
+    }
+
+    /// Puts in how long calls took, by numbers and names, of `functions` that are measured.
+    ///
+    /// # Errors
+    /// Nobody takes it out any more.
+    pub fn measured<'n>(
+        &mut self,
+        reading: (usize, Duration, bool),
+        latencies: impl Iterator<Item = (u32, Histogram, &'n Arc<str>)>,
+    ) -> io::Result<()> {
+        self.read(reading, latencies, |queue| &mut queue.measured)
+    }
+
+    /// Puts in what a guest has added up, in its place.
+    fn read<'n, T>(
+        &mut self,
+        (functions, elapsed, last): (usize, Duration, bool),
+        sums: impl Iterator<Item = (u32, T, &'n Arc<str>)>,
+        place: impl FnOnce(&mut Queue) -> &mut Option<Reading<T>>,
     ) -> io::Result<()> {
         let mut queue = self.shared.queue();
         if queue.feed_gone {
             return Err(ErrorKind::BrokenPipe.into());
         }
-        let reading = queue.counted.get_or_insert_default();
+        let reading = place(&mut queue).get_or_insert_default();
         (reading.functions, reading.elapsed, reading.last) = (functions, elapsed, last);
-        reading
-            .calls
-            .extend(calls.map(|(number, count, name)| (number, (count, Arc::clone(name)))));
+        reading.sums.extend(sums.map(|(number, sum, name)| (number, (sum, Arc::clone(name)))));
         drop(queue);
         self.shared.more.notify_one();
         Ok(())
@@ -328,6 +374,7 @@ impl Feed {
         let is_empty = |queue: &mut Queue| {
             queue.batches.is_empty()
                 && queue.counted.is_none()
+                && queue.measured.is_none()
                 && queue.end.is_none()
                 && !queue.outbox_gone
         };
@@ -336,19 +383,20 @@ impl Feed {
         if let Some(batch) = queue.batches.pop_front() {
             return Fed::Batch(batch);
         }
-        match queue.counted.take() {
-            Some(mut reading) => {
-                let counted = reading.take();
-                if counted.more {
-                    queue.counted = Some(reading);
-                }
-                Fed::Counted(counted)
-            }
-            None => match queue.end.take() {
-                Some(end) => Fed::End(end),
-                None if queue.outbox_gone => Fed::Gone,
-                None => Fed::Nothing,
-            },
+        if let Some(mut reading) = queue.counted.take() {
+            let counted = reading.counted();
+            queue.counted = counted.more.then_some(reading);
+            return Fed::Counted(counted);
+        }
+        if let Some(mut reading) = queue.measured.take() {
+            let measured = reading.measured();
+            queue.measured = measured.more.then_some(reading);
+            return Fed::Measured(measured);
+        }
+        match queue.end.take() {
+            Some(end) => Fed::End(end),
+            None if queue.outbox_gone => Fed::Gone,
+            None => Fed::Nothing,
         }
     }
 }

@@ -26,6 +26,7 @@ use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod arguments;
 mod counter;
+mod measure;
 mod pads;
 pub mod paging;
 mod relocations;

@@ -14,6 +14,7 @@
 //! `x16` and `x17` are free at a function's entry and behind its return; all else is kept on the stack, and
 //! no instruction here touches the flags.
 
+use super::measure;
 use super::pads::encode_call;
 use super::trampoline::{R31, add_shifted, append_then, end_record, page_address, pair, scaled};
 use crate::addr::Gva;
@@ -23,7 +24,7 @@ use crate::region::{
 };
 
 /// `add to, from, #value`, 64 bits.
-fn add(to: u32, from: u32, value: u32) -> u32 {
+pub(super) fn add(to: u32, from: u32, value: u32) -> u32 {
     0x9100_0000 | value << 10 | from << 5 | to
 }
 
@@ -38,23 +39,28 @@ fn field32(opcode: u32, register: u32, base: u32, field: u8) -> u32 {
 }
 
 /// The same of 64 bits.
-fn field64(opcode: u32, register: u32, base: u32, field: u8) -> u32 {
+pub(super) fn field64(opcode: u32, register: u32, base: u32, field: u8) -> u32 {
     opcode | u32::from(field / 8) << 10 | base << 5 | register
 }
 
 const LDR32: u32 = 0xb940_0000;
 const STR32: u32 = 0xb900_0000;
-const LDR64: u32 = 0xf940_0000;
+pub(super) const LDR64: u32 = 0xf940_0000;
 const STR64: u32 = 0xf900_0000;
 
 /// `cbz register, by` (32 or 64 bits, by `opcode`), `by` in instructions.
-fn if_zero(opcode: u32, register: u32, by: i32) -> u32 {
+pub(super) fn if_zero(opcode: u32, register: u32, by: i32) -> u32 {
     opcode | (by as u32 & 0x7_ffff) << 5 | register
 }
 
 const CBZ32: u32 = 0x3400_0000;
-const CBNZ32: u32 = 0x3500_0000;
+pub(super) const CBNZ32: u32 = 0x3500_0000;
 const CBNZ64: u32 = 0xb500_0000;
+
+/// `tbz register, #bit, by`, `bit` below 32 and `by` in instructions.
+pub(super) fn if_bit_is_clear(register: u32, bit: u32, by: i32) -> u32 {
+    0x3600_0000 | bit << 19 | (by as u32 & 0x3fff) << 5 | register
+}
 
 /// `b by`, in instructions.
 fn branch(by: i32) -> u32 {
@@ -62,12 +68,12 @@ fn branch(by: i32) -> u32 {
 }
 
 /// How many instructions lead from the one at `from` to the one at `to`.
-fn distance(from: usize, to: usize) -> i32 {
+pub(super) fn distance(from: usize, to: usize) -> i32 {
     to as i32 - from as i32
 }
 
 /// Instructions that are put together for an address.
-struct Code {
+pub(super) struct Code {
     at: Gva,
     words: Vec<u32>,
 }
@@ -77,17 +83,22 @@ impl Code {
         Self { at, words: Vec::with_capacity(80) }
     }
 
-    fn put(&mut self, words: impl IntoIterator<Item = u32>) {
+    pub(super) fn put(&mut self, words: impl IntoIterator<Item = u32>) {
         self.words.extend(words);
     }
 
     /// Where the next instruction is, counted from the first.
-    fn here(&self) -> usize {
+    pub(super) fn here(&self) -> usize {
         self.words.len()
     }
 
+    /// Puts `word` in the place of the one at `place`.
+    pub(super) fn set(&mut self, place: usize, word: u32) {
+        self.words[place] = word;
+    }
+
     /// `register = to`, which lies within 4 KiB behind the beginning of `page`.
-    fn address(&mut self, register: u32, page: Gva, to: Gva) -> Result<(), OutOfReach> {
+    pub(super) fn address(&mut self, register: u32, page: Gva, to: Gva) -> Result<(), OutOfReach> {
         let next = self.at + 4 * self.words.len() as u64;
         self.words.push(page_address(next, page, register)?); // adrp register, page
         let offset = (to.0 - page.0) as u32;
@@ -221,6 +232,7 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     code.put([add_shifted(17, 17, 16, from_stub)]); //  add x17, x17, x16, lsl #slot/stub
     code.put([field64(LDR64, 30, 17, slot::RETURN)]); // ldr x30, [x17, #return]
     code.put([field32(LDR32, 9, 17, slot::DUTIES)]); // ldr w9, [x17, #duties]
+    measure::append(&mut code, exit)?;
     let unrecorded = code.here();
     code.put([0]); //                                   tbz w9, #31, 1f
 
@@ -254,7 +266,7 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
 
     end_record(&mut code.words, &exit.task, 12, 13)?;
     let here = code.here();
-    code.words[unrecorded] = 0x36f8_0000 | (distance(unrecorded, here) as u32 & 0x3fff) << 5 | 9;
+    code.set(unrecorded, if_bit_is_clear(9, 31, distance(unrecorded, here)));
 
     // 1: the slot is free from here on; what it says has been read. x9 = its number, from 1.
     code.put([add(16, 17, slot::PLACED.into())]); //    add x16, x17, #placed
@@ -296,7 +308,7 @@ mod tests {
 
     use super::*;
     use crate::arch::{PidPlace, ReturnForm, TaskPlaces, Then};
-    use crate::region::{RECORD_RETURN, ReturnPool, RingLayout};
+    use crate::region::{Histograms, RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0xffff_924e_9fa0_0000);
     const POOL: ReturnPool =
@@ -385,6 +397,7 @@ mod tests {
                 preempt_count: Some(0x10),
             },
             pool: POOL,
+            histograms: Histograms(Gva(0xffff_924e_9fe4_0000)),
             returns: ReturnForm::Plain,
         };
         assert_eq!(
@@ -400,7 +413,34 @@ mod tests {
                 "add x17, x17, x16, lsl #2",
                 "ldr x30, [x17]",
                 "ldr w9, [x17, #0x14]",
-                "tbz w9, #0x1f, #0xffff924e9fa000a4",
+                "tbz w9, #0x1d, #0xffff924e9fa00094",
+                "isb",
+                "mrs x16, cntvct_el0",
+                "ldr x10, [x17, #8]",
+                "sub x16, x16, x10",
+                "bic x16, x16, x16, asr #63",
+                "adrp x12, #0xffff924e9fe40000",
+                "ldr x10, [x12]",
+                "umulh x11, x16, x10",
+                "mul x16, x16, x10",
+                "extr x16, x11, x16, #0x20",
+                "and x16, x16, #0x7fffffffffffffff",
+                "and w10, w9, #0xffff",
+                "add x12, x12, x10, lsl #9",
+                "add x13, x12, #0x1f8",
+                "ldxr x10, [x13]",
+                "add x10, x10, x16",
+                "stxr w11, x10, [x13]",
+                "cbnz w11, #0xffff924e9fa00064",
+                "orr x16, x16, #1",
+                "clz x16, x16",
+                "eor w16, w16, #0x3f",
+                "add x12, x12, x16, lsl #3",
+                "ldxr x10, [x12]",
+                "add x10, x10, #1",
+                "stxr w11, x10, [x12]",
+                "cbnz w11, #0xffff924e9fa00084",
+                "tbz w9, #0x1f, #0xffff924e9fa00110",
                 "mrs x16, sp_el0",
                 "ldr w16, [x16, #0x10]",
                 "adrp x12, #0xffff924e9fe00000",
@@ -408,7 +448,7 @@ mod tests {
                 "ldxr x10, [x12]",
                 "add x11, x10, #1",
                 "stxr w13, x11, [x12]",
-                "cbnz w13, #0xffff924e9fa0003c",
+                "cbnz w13, #0xffff924e9fa000a8",
                 "adrp x12, #0xffff924e9fe10000",
                 "add x12, x12, x16, lsl #25",
                 "and x10, x10, #0xfffff",
@@ -449,9 +489,9 @@ mod tests {
                 "orr x11, x9, x11, lsl #32",
                 "ldaxr x13, [x12]",
                 "eor x13, x13, x10",
-                "cbnz x13, #0xffff924e9fa000d0",
+                "cbnz x13, #0xffff924e9fa0013c",
                 "stlxr w13, x11, [x12]",
-                "cbnz w13, #0xffff924e9fa000d0",
+                "cbnz w13, #0xffff924e9fa0013c",
                 "ldr x9, [sp, #0x20]",
                 "ldp x12, x13, [sp, #0x10]",
                 "ldp x10, x11, [sp], #0x30",

@@ -12,6 +12,7 @@
 //! code behind its return; all else is kept in the register save area that the caller provides for the
 //! function, which at either moment nobody uses.
 
+use super::measure;
 use super::pads::halfwords;
 use super::trampoline::{append_then, begin_record, end_record, load, load_address};
 use crate::addr::Gva;
@@ -111,6 +112,7 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     load_address(&mut code, at, pool.slots())?; //        larl %r1,slots
     code.extend([0xb9, 0x08, 0x00, 0x31]); //             agr %r3,%r1
     code.extend([0xe3, 0xe0, 0x30, slot::RETURN, 0x00, 0x04]); // lg %r14,return(%r3)
+    measure::append(&mut code, at, exit)?;
     code.extend([0x91, 0x80, 0x30, slot::DUTIES]); //     tm duties(%r3),record
     code.extend([0xa7, 0x84, 0x00, 0x00]); //             jz 1f
     let unrecorded_from = code.len();
@@ -173,7 +175,7 @@ mod tests {
 
     use super::*;
     use crate::arch::{PidPlace, TaskPlaces, Then};
-    use crate::region::{RECORD_RETURN, ReturnPool, RingLayout};
+    use crate::region::{Histograms, RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
     const POOL: ReturnPool = ReturnPool { at: Gva(0x3ff_faa0_0000), stubs: Gva(0x3ff_fa90_0000) };
@@ -250,6 +252,7 @@ mod tests {
             clock: true,
             task: TaskPlaces { pid: Some(PidPlace::Fixed(0x39c)), preempt_count: Some(0x3a8) },
             pool: POOL,
+            histograms: Histograms(Gva(0x3ff_fa98_0000)),
             returns: ReturnForm::Plain,
         };
         assert_eq!(
@@ -263,8 +266,38 @@ mod tests {
                 "larl %r1, 0x3fffaa0a000",
                 "agr %r3, %r1",
                 "lg %r14, 0(%r3)",
+                "tm 0x14(%r3), 0x20",
+                "je 0x3fffa8f80be",
+                "stckf 0x30(%r15)",
+                "lg %r5, 0x30(%r15)",
+                "slg %r5, 8(%r3)",
+                "jnl 0x3fffa8f804a",
+                "lghi %r5, 0",
+                "larl %r1, 0x3fffa980000",
+                "mlg %r4, 0(%r1)",
+                "srlg %r5, %r5, 0x20",
+                "sllg %r4, %r4, 0x20",
+                "ogr %r5, %r4",
+                "nihh %r5, 0x7fff",
+                "llgh %r2, 0x16(%r3)",
+                "sllg %r2, %r2, 9",
+                "agr %r1, %r2",
+                "lg %r2, 0x1f8(%r1)",
+                "lgr %r4, %r2",
+                "agr %r4, %r5",
+                "csg %r2, %r4, 0x1f8(%r1)",
+                "jl 0x3fffa8f8080",
+                "oill %r5, 1",
+                "flogr %r4, %r5",
+                "xilf %r4, 0x3f",
+                "sllg %r4, %r4, 3",
+                "agr %r1, %r4",
+                "lg %r2, 0(%r1)",
+                "la %r4, 1(%r2)",
+                "csg %r2, %r4, 0(%r1)",
+                "jl 0x3fffa8f80b0",
                 "tm 0x14(%r3), 0x80",
-                "je 0x3fffa8f80c0",
+                "je 0x3fffa8f8154",
                 "llgf %r2, 0x3a0",
                 "larl %r1, 0x3fffacf8000",
                 "sllg %r4, %r2, 7",
@@ -272,7 +305,7 @@ mod tests {
                 "lg %r4, 0(%r1)",
                 "la %r5, 1(%r4)",
                 "csg %r4, %r5, 0(%r1)",
-                "jl 0x3fffa8f804e",
+                "jl 0x3fffa8f80e2",
                 "larl %r1, 0x3fffad08000",
                 "sllg %r2, %r2, 0x19",
                 "agr %r1, %r2",
@@ -310,7 +343,7 @@ mod tests {
                 "sllg %r4, %r4, 0x20",
                 "ogr %r4, %r5",
                 "csg %r2, %r4, 0(%r1)",
-                "jl 0x3fffa8f80f6",
+                "jl 0x3fffa8f818a",
                 "lmg %r2, %r5, 0x10(%r15)",
                 "br %r14",
             ]

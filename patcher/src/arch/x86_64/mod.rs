@@ -18,6 +18,7 @@ use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod arguments;
 mod counter;
+mod measure;
 mod movable;
 mod pads;
 pub mod paging;

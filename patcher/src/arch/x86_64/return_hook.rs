@@ -11,6 +11,7 @@
 //!
 //! Registers and flags are kept, those that hold a returned value as well.
 
+use super::measure;
 use super::trampoline::{REACH, append_then, restore_flags};
 use crate::addr::Gva;
 use crate::arch::{OutOfReach, PidPlace, ReturnExit, ReturnHook, Then};
@@ -20,7 +21,7 @@ use crate::region::{
 };
 
 /// An address as a sign-extended displacement names it.
-fn absolute(at: Gva, to: Gva) -> Result<i32, OutOfReach> {
+pub(super) fn absolute(at: Gva, to: Gva) -> Result<i32, OutOfReach> {
     i32::try_from(to.0.cast_signed()).map_err(|_| OutOfReach { from: at, to, reach: REACH })
 }
 
@@ -143,6 +144,8 @@ pub(super) fn assemble_exit(exit: &ReturnExit, at: Gva) -> Result<Vec<u8>, OutOf
     put(&[&[0x81, 0xeb], &(first.0 as u32).to_le_bytes()]); // sub ebx, first
     put(&[&[0xc1, 0xe3, from_stub]]); //      shl ebx, log2(slot/stub)
     put(&[&[0x65, 0x8b, 0x0c, 0x25], &exit.cpu_number.to_le_bytes()]); // mov ecx, gs:[cpu]
+    measure::append(&mut code, at, exit)?;
+    let mut put = |bytes: &[&[u8]]| bytes.iter().for_each(|part| code.extend_from_slice(part));
     put(&[&[0xf7, 0x83], &field(slot::DUTIES), &RECORD_RETURN.to_le_bytes()]); // test dword [..], record
     put(&[&[0x0f, 0x84, 0, 0, 0, 0]]); //     jz 1f
     let unrecorded_from = code.len();
@@ -240,7 +243,7 @@ mod tests {
 
     use super::*;
     use crate::arch::{ReturnForm, TaskPlaces, Then};
-    use crate::region::{RECORD_RETURN, ReturnPool, RingLayout};
+    use crate::region::{Histograms, RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0xffff_ffff_be00_0000);
     const POOL: ReturnPool =
@@ -337,6 +340,7 @@ mod tests {
                 preempt_count: Some(0x1_fb88),
             },
             pool: POOL,
+            histograms: Histograms(Gva(0xffff_ffff_be44_0000)),
             returns: ReturnForm::Plain,
         };
         assert_eq!(
@@ -353,8 +357,25 @@ mod tests {
                 "sub ebx, 0xbe010005",
                 "shl ebx, 2",
                 "mov ecx, dword ptr gs:[0x1f0c0]",
+                "test dword ptr [rbx - 0x41af5fec], 0x20000000",
+                "je 0xffffffffbe000071",
+                "rdtsc",
+                "shl rdx, 0x20",
+                "or rax, rdx",
+                "sub rax, qword ptr [rbx - 0x41af5ff8]",
+                "jae 0xffffffffbe00003c",
+                "xor eax, eax",
+                "mul qword ptr [0xffffffffbe440000]",
+                "shrd rax, rdx, 0x20",
+                "btr rax, 0x3f",
+                "movzx edi, word ptr [rbx - 0x41af5fec]",
+                "shl edi, 9",
+                "lock add qword ptr [rdi - 0x41bbfe08], rax",
+                "or rax, 1",
+                "bsr rax, rax",
+                "lock inc qword ptr [rdi + rax*8 - 0x41bc0000]",
                 "test dword ptr [rbx - 0x41af5fec], 0x80000000",
-                "je 0xffffffffbe00009a",
+                "je 0xffffffffbe0000ef",
                 "mov esi, 1",
                 "mov edx, ecx",
                 "shl edx, 7",
@@ -397,7 +418,7 @@ mod tests {
                 "inc esi",
                 "or rdx, rsi",
                 "lock cmpxchg qword ptr [rcx - 0x41aff000], rdx",
-                "jne 0xffffffffbe0000bd",
+                "jne 0xffffffffbe000112",
                 "pop rdi",
                 "pop rsi",
                 "pop rbx",

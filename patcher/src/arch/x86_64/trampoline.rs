@@ -298,4 +298,52 @@ mod tests {
         let far_rings = RingLayout::new(far, 4 << 20, 1).unwrap();
         assert_eq!(refused(Logger { rings: far_rings, ..plain }).to, far);
     }
+
+    #[test]
+    fn arguments_are_written_into_the_slots_behind() {
+        use crate::arch::Arch;
+        let convention = crate::arch::x86_64::X86_64.calling_convention();
+        let arguments = ArgumentWords::new(convention, 3, 2);
+        let logger = Logger { arguments, ..logger(ReturnForm::Plain) };
+        let at = Gva(0xffff_ffff_be00_0000);
+        let code = listing(&assemble(&logger, at).unwrap(), at.0);
+        assert_eq!(
+            code[5..38],
+            [
+                "mov ecx, dword ptr gs:[0x1f0c0]",
+                "mov ebx, 3",
+                "shl ecx, 7",
+                "lock xadd qword ptr [rcx - 0x41e00000], rbx",
+                "lock add qword ptr [rcx - 0x41dffff8], 2",
+                "shl rcx, 0x12",
+                "lea edx, [rbx + 1]",
+                "and edx, 0xfffff",
+                "shl edx, 5",
+                "lea rdx, [rcx + rdx - 0x41df0000]",
+                "mov dword ptr [rdx + 8], 1",
+                "mov qword ptr [rdx], rdi",
+                "mov qword ptr [rdx + 0xc], rsi",
+                "mov rax, qword ptr [rsp + 8]",
+                "mov qword ptr [rdx + 0x14], rax",
+                "lea eax, [rbx + 2]",
+                "mov dword ptr [rdx + 0x1c], eax",
+                "lea edx, [rbx + 2]",
+                "and edx, 0xfffff",
+                "shl edx, 5",
+                "lea rdx, [rcx + rdx - 0x41df0000]",
+                "mov dword ptr [rdx + 8], 2",
+                "mov rax, qword ptr [rsp + 0x38]",
+                "mov qword ptr [rdx], rax",
+                "mov rax, qword ptr [rsp + 0x40]",
+                "mov qword ptr [rdx + 0xc], rax",
+                "lea eax, [rbx + 3]",
+                "mov dword ptr [rdx + 0x1c], eax",
+                "rdtsc",
+                "shl rdx, 0x20",
+                "or rax, rdx",
+                "mov edx, ebx",
+                "and edx, 0xfffff",
+            ]
+        );
+    }
 }

@@ -191,7 +191,8 @@ fn what_is_no_recording_is_told_in_a_sentence() {
     let bytes = recording(1, 1);
     let newer = [&bytes[..8], &[4, 0, 0, 0], &bytes[12..]].concat();
     assert!(
-        said(&newer).starts_with("it is a recording of version 4, and this vmm reads versions 2 to 3")
+        said(&newer)
+            .starts_with("it is a recording of version 4, and this vmm reads versions 2 to 3")
     );
     assert_eq!(
         said(&bytes[..20]),

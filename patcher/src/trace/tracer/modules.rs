@@ -165,13 +165,12 @@ impl<'m, S> Tracer<'m, S> {
     /// Forgets what was armed in modules that are gone.
     fn forget_gone(&mut self, hooks: &mut Hooks<'m>, now: &[Module]) {
         let members = &self.members;
-        let is_armed = |want: Want| want.traced.is_some() || want.counted;
         let is_gone = |known: &Known| {
             let listed = now.iter().any(|module| {
                 module.is_same(&known.module) && module.state != ModuleState::Unformed
             });
             let pads = || known.members.iter().map(|index| members[*index].listed.at);
-            let mut armed = pads().filter(|at| is_armed(hooks.want(*at))).peekable();
+            let mut armed = pads().filter(|at| hooks.want(*at).notices_calls()).peekable();
             !listed || armed.peek().is_some() && !armed.any(|at| hooks.is_in_force(at))
         };
         let gone: Vec<Known> = self.modules.known.extract_if(.., |known| is_gone(known)).collect();
@@ -180,8 +179,7 @@ impl<'m, S> Tracer<'m, S> {
         }
         hooks.forget_modules(|module| gone.iter().any(|known| known.module.is_same(module)));
         for index in gone.iter().flat_map(|known| &known.members) {
-            let member = &mut self.members[*index];
-            (member.wanted_by, member.counted_by) = (0, 0);
+            self.members[*index].leave(u16::MAX);
         }
         let news = gone.into_iter().filter(|known| !known.members.is_empty()).map(|known| {
             let functions = known.members.len();

@@ -12,6 +12,8 @@ use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
 use crate::trace::filter::{Filter, Glob};
 use crate::trace::sink::Context;
 
+mod latency;
+
 /// A guest whose calls the test makes: it does to the rings what the trampoline does.
 struct Traced {
     guest: Guest,

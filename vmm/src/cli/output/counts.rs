@@ -8,9 +8,10 @@ use patcher::trace::sink::{Beginning, Event, Sink};
 use serde_json::json;
 use vmm::control::protocol::Counted;
 
+use super::TimeUnit;
 use crate::cli::clock::time_of_day;
 
-/// How counts are shown.
+/// How counts are shown, or latencies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountForm {
     /// The functions, as they were asked for.
@@ -23,6 +24,16 @@ pub struct CountForm {
     pub top: Option<usize>,
     /// Whether a JSON object takes the place of each table.
     pub json: bool,
+    /// Times in that unit take the place of counts.
+    pub times: Option<TimeUnit>,
+}
+
+impl CountForm {
+    /// Says that it has begun, for so many functions.
+    pub(super) fn begin(&self, out: &mut impl Write, functions: usize) -> io::Result<()> {
+        let pattern = &self.pattern;
+        writeln!(out, "Tracing {functions} functions for \"{pattern}\"... Hit Ctrl-C to end.")
+    }
 }
 
 /// How often functions were called, by the numbers by which a guest's process tells them apart.
@@ -84,12 +95,7 @@ impl<W: Write> CountText<W> {
         if !self.begun {
             self.begun = true;
             if !self.form.json {
-                let Counted { functions, .. } = counted;
-                let pattern = &self.form.pattern;
-                writeln!(
-                    self.out,
-                    "Tracing {functions} functions for \"{pattern}\"... Hit Ctrl-C to end."
-                )?;
+                self.form.begin(&mut self.out, counted.functions)?;
             }
         }
         self.table.take(counted);
@@ -170,6 +176,7 @@ mod tests {
             timestamp: false,
             top: None,
             json: false,
+            times: None,
         }
     }
 

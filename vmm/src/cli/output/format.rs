@@ -48,7 +48,7 @@ pub struct Destination {
     pub format: Option<Format>,
     /// What text of a trace of returns shows beside them.
     pub columns: GraphColumns,
-    /// How counts are shown, if that is what is traced.
+    /// How counts or latencies are shown, if that is what is traced.
     pub counts: Option<CountForm>,
 }
 

@@ -13,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 
 mod counts;
 mod format;
+mod latencies;
 mod nesting;
 mod profile;
 mod records;
@@ -20,6 +21,7 @@ mod stream;
 
 pub use counts::CountForm;
 pub use format::{Destination, Format};
+pub use latencies::TimeUnit;
 pub use profile::FunctionTime;
 pub use records::Records;
 use stream::Stream;

@@ -12,9 +12,10 @@ use patcher::trace::sink::{
     Beginning, Event, FtraceText, JsonLines, Perfetto, Sink, TraceDat, Tracer,
 };
 
-use vmm::control::protocol::Counted;
+use vmm::control::protocol::{Counted, Measured};
 
 use super::counts::CountText;
+use super::latencies::LatencyText;
 use super::profile::Profile;
 use super::stream::Out;
 use super::{Destination, Format, FunctionTime, Opened, Output, Stream};
@@ -38,6 +39,7 @@ enum Writing {
     Perfetto(Perfetto<Out>),
     Recording(Recorder<Out>),
     Counts(CountText<Out>),
+    Latencies(LatencyText<Out>),
 }
 
 impl Records {
@@ -60,7 +62,10 @@ impl Records {
             false => Out::Stream(Stream { out: file, stop: Arc::clone(&stop) }),
         };
         let writing = match (&to.counts, to.format()) {
-            (Some(form), _) => Writing::Counts(CountText::new(form.clone(), out(file))),
+            (Some(form), _) => match form.times {
+                None => Writing::Counts(CountText::new(form.clone(), out(file))),
+                Some(unit) => Writing::Latencies(LatencyText::new(form.clone(), unit, out(file))),
+            },
             (None, format) => match format {
                 Format::Ftrace => match out(file) {
                     Out::File(file) => {
@@ -115,6 +120,17 @@ impl Records {
         }
     }
 
+    /// Takes how long calls took, which only latencies show.
+    ///
+    /// # Errors
+    /// What writing says.
+    pub fn measured(&mut self, measured: &Measured) -> io::Result<()> {
+        match &mut self.writing {
+            Writing::Latencies(text) => text.measured(measured),
+            _ => Ok(()),
+        }
+    }
+
     fn sink(&mut self) -> &mut dyn Sink {
         match &mut self.writing {
             Writing::TextFile(sink) => sink,
@@ -124,6 +140,7 @@ impl Records {
             Writing::Perfetto(sink) => sink,
             Writing::Recording(sink) => sink,
             Writing::Counts(text) => text,
+            Writing::Latencies(text) => text,
         }
     }
 }
@@ -162,6 +179,7 @@ impl Sink for Records {
             Writing::Perfetto(sink) => sink.event(event),
             Writing::Recording(sink) => sink.event(event),
             Writing::Counts(text) => Sink::event(text, event),
+            Writing::Latencies(text) => Sink::event(text, event),
         }
     }
 

@@ -11,6 +11,7 @@ use patcher::arch::ByteOrder;
 use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
 use patcher::machine::Machine;
+use patcher::region::RegionError;
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, WantedValues, refusals};
 use patcher::trace::session::LAST_RECORDS;
@@ -48,7 +49,7 @@ struct Trace {
     request: TraceRequest,
     functions: usize,
     since: Instant,
-    /// How often its counts were read, if it counts.
+    /// How often what it counts or measures was read.
     readings: u32,
     ending: Option<Ending>,
 }
@@ -223,12 +224,11 @@ impl<'m> Service<'m> {
         }
     }
 
-    /// Reads the counts that are due.
+    /// Reads the counts and latencies that are due.
     fn count(&mut self) {
         let (Some(hooks), Some(tracer)) = (&self.hooks, &mut self.tracer) else { return };
-        let counting = |trace: &&mut Trace| {
-            trace.request.tracer == protocol::Tracer::Count && trace.ending.is_none()
-        };
+        let counting =
+            |trace: &&mut Trace| trace.request.tracer.adds_up() && trace.ending.is_none();
         for trace in self.traces.iter_mut().filter(counting) {
             let interval = Duration::from_millis(trace.request.count.interval_ms);
             let elapsed = trace.since.elapsed();
@@ -237,7 +237,7 @@ impl<'m> Service<'m> {
             }
             // The first only says that it has begun.
             let elapsed = if trace.readings == 0 { Duration::ZERO } else { elapsed };
-            read_counts(hooks, tracer, trace, (elapsed, false));
+            read_sums(hooks, tracer, trace, (elapsed, false));
             trace.readings = elapsed
                 .as_millis()
                 .checked_div(interval.as_millis())
@@ -307,9 +307,9 @@ impl<'m> Service<'m> {
     fn finish(&mut self, trace: Trace) {
         if let (Some(hooks), Some(tracer), Some(ending)) =
             (&self.hooks, &mut self.tracer, &trace.ending)
-            && trace.request.tracer == protocol::Tracer::Count
+            && trace.request.tracer.adds_up()
         {
-            read_counts(hooks, tracer, &trace, (ending.lasted, true));
+            read_sums(hooks, tracer, &trace, (ending.lasted, true));
         }
         let finished =
             self.tracer.as_mut().and_then(|tracer| tracer.finish(trace.client, Outbox::event));
@@ -479,24 +479,35 @@ fn failed(message: impl Into<String>) -> Refusal {
     Refusal::new(RefusalKind::Failed, message)
 }
 
-/// Gives a trace that counts what was counted in that time, for the last time or not.
-fn read_counts<'m>(
+/// Gives a trace that counts or measures what was added up in that time, for the last time or not.
+fn read_sums<'m>(
     hooks: &Hooks<'m>,
     tracer: &mut Tracer<'m, Outbox>,
     trace: &Trace,
     (elapsed, last): (Duration, bool),
 ) {
-    let given = match tracer.counts(hooks, trace.client) {
+    let reading = (trace.functions, elapsed, last);
+    let calls = tracer.counts(hooks, trace.client);
+    give(tracer, trace, calls, |outbox, calls| outbox.counted(reading, calls));
+    let latencies = tracer.latencies(hooks, trace.client);
+    give(tracer, trace, latencies, |outbox, latencies| outbox.measured(reading, latencies));
+}
+
+/// Puts what was read of a trace, if that is what it is for, into its outbox by `put`.
+fn give<T: Copy>(
+    tracer: &mut Tracer<'_, Outbox>,
+    trace: &Trace,
+    read: Option<Result<Vec<(u32, T)>, RegionError>>,
+    put: impl FnOnce(&mut Outbox, &mut dyn Iterator<Item = (u32, T, &Arc<str>)>) -> io::Result<()>,
+) {
+    let given = match read {
         None => return,
         Some(Err(error)) => Err(io::Error::other(error)),
         Some(Ok(news)) => {
             let names: Vec<_> =
                 news.iter().map(|(index, _)| Arc::clone(tracer.function(*index))).collect();
-            let calls =
-                news.iter().zip(&names).map(|((index, calls), name)| (*index, *calls, name));
-            tracer
-                .sink_mut(trace.client)
-                .map_or(Ok(()), |outbox| outbox.counted((trace.functions, elapsed, last), calls))
+            let mut sums = news.iter().zip(&names).map(|((index, sum), name)| (*index, *sum, name));
+            tracer.sink_mut(trace.client).map_or(Ok(()), |outbox| put(outbox, &mut sums))
         }
     };
     if let Err(error) = given {
@@ -517,6 +528,7 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
     Ok(match request.tracer {
         protocol::Tracer::Func => selection,
         protocol::Tracer::Count => Selection { counts: true, ..selection },
+        protocol::Tracer::Latency => selection.measured(),
         protocol::Tracer::Graph => selection.with_returns((&request.graph).into()),
     })
 }

@@ -61,6 +61,7 @@ fn write(records: &mut Records, feed: &Feed, mut names: Names) -> io::Result<()>
                 written.and_then(|()| records.flush())?;
             }
             Fed::Counted(counted) => records.counted(&counted)?,
+            Fed::Measured(measured) => records.measured(&measured)?,
             Fed::End(end) => {
                 let entries = end.totals.events + end.totals.dropped();
                 return records.end(end.totals.events, entries);

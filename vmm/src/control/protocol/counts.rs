@@ -1,14 +1,14 @@
-//! What is said of calls that are counted.
+//! What is said of calls that are counted, and when it is.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Milliseconds that there may be from one reading of counts to the next.
+/// Milliseconds that there may be from one reading of counts or latencies to the next.
 pub const COUNT_INTERVALS: RangeInclusive<u64> = 100..=86_400_000;
 
-/// When counts are wanted.
+/// When counts are wanted, or latencies.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CountRequest {
     /// Every so many milliseconds; see [`COUNT_INTERVALS`].

@@ -6,10 +6,12 @@
 use serde::{Deserialize, Serialize};
 
 mod counts;
+mod latencies;
 mod patches;
 mod traces;
 
 pub use counts::{COUNT_INTERVALS, CountRequest, Counted, MAX_COUNTED};
+pub use latencies::{Latency, MAX_MEASURED, Measured};
 pub use patches::{
     Function, MAX_FILE_NAME, MAX_FUNCTIONS, MAX_MAPS, MAX_PATCH_TIMEOUT, MAX_PAYLOAD, MAX_STANDERS,
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
@@ -78,8 +80,8 @@ pub enum Request {
         #[serde(default)]
         glob: Option<String>,
     },
-    /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], or of [`Reply::Counted`], then
-    /// [`Reply::End`].
+    /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], or of [`Reply::Counted`], or of
+    /// [`Reply::Measured`], then [`Reply::End`].
     Trace(TraceRequest),
     /// Apply a payload: any number of [`Reply::Waiting`], then [`Reply::Patched`]. Its bytes follow.
     PatchApply(PatchRequest),
@@ -114,6 +116,8 @@ pub enum Reply {
     Batch(BatchHeader),
     /// How often functions were called, in a trace that counts.
     Counted(Counted),
+    /// How long calls took, in a trace that measures.
+    Measured(Measured),
     /// The trace is over, and its functions are put back unless someone else traces them.
     End(Box<End>),
     /// Nothing could be changed yet, and it is tried again.

@@ -34,7 +34,7 @@ pub struct TraceRequest {
     /// Whether returns tell what was returned; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub ret: bool,
-    /// When counts are wanted; of no meaning to other tracers.
+    /// When counts or latencies are wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
     pub count: CountRequest,
 }
@@ -57,8 +57,8 @@ impl TraceRequest {
         if self.tracer != Tracer::Graph && self.ret {
             return Err("what calls return is told by the tracer graph".into());
         }
-        if self.tracer == Tracer::Count && self.args {
-            return Err("calls that are only counted have no arguments to show".into());
+        if matches!(self.tracer, Tracer::Count | Tracer::Latency) && self.args {
+            return Err("calls that are only counted or measured have no arguments to show".into());
         }
         if self.method == Method::Trap && self.args {
             let message = "arguments are recorded only of calls that are noticed by the method call, \
@@ -68,9 +68,13 @@ impl TraceRequest {
         if self.tracer == Tracer::Count && self.method == Method::Trap {
             return Err("calls are counted by the method call, not by traps".into());
         }
+        if self.tracer == Tracer::Latency && self.method == Method::Trap {
+            let message = "how long calls take is measured by the method call, not by traps";
+            return Err(message.into());
+        }
         if !COUNT_INTERVALS.contains(&self.count.interval_ms) {
             return Err(format!(
-                "counts come every {} ms at most and every {} ms at least",
+                "counts and latencies come every {} ms at most and every {} ms at least",
                 COUNT_INTERVALS.start(),
                 COUNT_INTERVALS.end()
             ));
@@ -142,13 +146,23 @@ pub enum Tracer {
     Graph,
     /// How often each function is called.
     Count,
+    /// How long the calls of each function take.
+    Latency,
+}
+
+impl Tracer {
+    /// Whether the guest itself adds up what is wanted, and nothing is recorded.
+    #[must_use]
+    pub fn adds_up(self) -> bool {
+        matches!(self, Self::Count | Self::Latency)
+    }
 }
 
 impl From<Tracer> for sink::Tracer {
     fn from(tracer: Tracer) -> Self {
         match tracer {
-            // What is counted is not recorded.
-            Tracer::Func | Tracer::Count => Self::Function,
+            // What is counted or measured is not recorded.
+            Tracer::Func | Tracer::Count | Tracer::Latency => Self::Function,
             Tracer::Graph => Self::Graph,
         }
     }
@@ -321,7 +335,7 @@ impl From<&Summary> for Totals {
             corrupt: (summary.corrupt.iter().map(ToString::to_string))
                 .chain((summary.set_back > 0).then(|| {
                     format!(
-                        "counters of calls, which the guest has set back {} times",
+                        "counters or histograms of calls, which the guest has set back {} times",
                         summary.set_back
                     )
                 }))

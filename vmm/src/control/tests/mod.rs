@@ -265,7 +265,7 @@ fn received(calls: &mut Calls) -> (Vec<(u64, String)>, End) {
             all.push((event.time_ns, event.function.to_string()));
         };
         match calls.next(take).unwrap() {
-            Message::Counted(_) => {}
+            Message::Counted(_) | Message::Measured(_) => {}
             Message::Calls(_) => {}
             Message::End(end) => return (all, *end),
         }
