@@ -79,10 +79,7 @@ fn stream(criterion: &mut Criterion) {
         filter: Vec::new(),
         notrace: Vec::new(),
         method: protocol::Method::Call,
-        graph: protocol::GraphRequest::default(),
-        args: false,
-        ret: false,
-        count: protocol::CountRequest::default(),
+        ..TraceRequest::default()
     };
     let mut group = criterion.benchmark_group("control");
     group.throughput(Throughput::Elements(CALLS)).sample_size(10);

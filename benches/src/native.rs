@@ -10,10 +10,11 @@ use std::io;
 use std::ptr;
 
 use patcher::addr::{Gpa, Gva};
+use patcher::arch::gate::{Comparison, Conditions, GatedValue, Operator, Rate};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{
-    Arch, ArgumentWords, ByteOrder, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm,
-    ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
+    Arch, ArgumentWords, ByteOrder, Gate, GatePlaces, Logger, OutOfReach, PidPlace, ReturnExit,
+    ReturnForm, ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
 };
 use patcher::region::{
     COUNTERS_OFFSET, Counters, HISTOGRAMS_OFFSET, Histograms, HistogramsMemory, MEASURE_CALL,
@@ -22,8 +23,8 @@ use patcher::region::{
 };
 use vm_memory::VolatileSlice;
 
-/// Bytes of the page that holds pads and what they call.
-const CODE_BYTES: usize = 4096;
+/// Bytes of the pages that hold pads and what they call.
+const CODE_BYTES: usize = 8192;
 
 /// Where the trampoline is in the page; the pads are before it. Behind it are that of functions whose
 /// returns are recorded, too, and what takes them. The stubs are behind the page.
@@ -45,6 +46,36 @@ const STACK_WORDS: usize = 3;
 /// The counter of the function that is counted.
 pub const COUNTER: u32 = 2;
 
+/// Where the gate is, and the thunks that lead there, in a page of their own.
+const GATE_AT: usize = 4096;
+const GATE_THUNKS_AT: usize = 6144;
+
+/// The counter of the calls that the gate turns away.
+pub const TURNED_AWAY: u32 = 16;
+
+/// Which calls the gate lets through: every second one, of any of the first eight CPUs' tasks.
+#[must_use]
+pub fn gate_conditions() -> Conditions {
+    let compare =
+        |place, signed, operator, value| Comparison { place, bytes: 8, signed, operator, value };
+    // One of two numbers that differ is not this one, and anything is at least nothing.
+    let any = (0..6)
+        .map(|register| {
+            let place = GatedValue::Register(register);
+            vec![
+                compare(place, true, Operator::Equal, 1),
+                compare(place, false, Operator::NotEqual, 1),
+            ]
+        })
+        .chain([vec![compare(GatedValue::Stack(0), false, Operator::AtLeast, 0)]]);
+    Conditions {
+        pids: (FIRST_PID..FIRST_PID + 8).rev().collect(),
+        comm: None,
+        any: any.collect(),
+        one_in: Some(2),
+        rate: Some(Rate { every: 1, slack: u64::MAX >> 2 }),
+    }
+}
 /// The histogram of the function that is measured.
 pub const HISTOGRAM: u16 = 3;
 
@@ -82,6 +113,8 @@ pub enum Pad {
     Tail,
     /// A call of a thunk: the function is counted, and then recorded.
     Counted,
+    /// A call of a thunk: only those calls are recorded that the gate lets through.
+    Gated,
     /// A call of what has the call measured, and records nothing.
     Measured,
     /// The same, and until it returns the clock is set back.
@@ -102,7 +135,8 @@ impl Pad {
             Pad::Counted => 384,
             Pad::Measured => 448,
             Pad::Rewound => 512,
-            Pad::Arguments => 576,
+            Pad::Gated => 576,
+            Pad::Arguments => 640,
         }
     }
 }
@@ -206,8 +240,11 @@ impl NativeGuest {
         let counting = X86_64.assemble_counter(counter, counters, Then::Next(trampoline));
         code.write(COUNTER_AT, &counting.map_err(io::Error::other)?);
         let thunks = Gva(base + THUNKS_AT as u64);
-        let block = X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, counter });
+        let block =
+            X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, stride: 1, to: counter });
         code.write(THUNKS_AT, &block.map_err(io::Error::other)?);
+        let gated = write_gate(&mut code, counters, task.pid, trampoline);
+        let gated = gated.map_err(io::Error::other)?;
         let thunk = thunks + u64::from(COUNTER) * X86_64.thunk_shape().bytes;
         for pad in [
             Pad::Bare,
@@ -217,6 +254,7 @@ impl NativeGuest {
             Pad::Nested,
             Pad::Tail,
             Pad::Counted,
+            Pad::Gated,
             Pad::Measured,
             Pad::Rewound,
             Pad::Arguments,
@@ -226,6 +264,7 @@ impl NativeGuest {
                 Pad::Armed => trampoline,
                 Pad::Counted => thunk,
                 Pad::Arguments => Gva(base + ARGUMENTS_AT as u64),
+                Pad::Gated => gated,
                 Pad::Measured | Pad::Rewound => Gva(base + MEASURE_HOOK_AT as u64),
                 _ => returning,
             };
@@ -243,9 +282,12 @@ impl NativeGuest {
             let instructions: &[&[u8]] = match pad {
                 Pad::Bare => &[&[0xc3]],
                 Pad::Idle => &[&[0x0f, 0x1f, 0x44, 0, 0], &[0xc3]],
-                Pad::Armed | Pad::Returning | Pad::Counted | Pad::Measured | Pad::Arguments => {
-                    &[&call, &[0xc3]]
-                }
+                Pad::Armed
+                | Pad::Returning
+                | Pad::Counted
+                | Pad::Measured
+                | Pad::Gated
+                | Pad::Arguments => &[&call, &[0xc3]],
                 Pad::Nested => &[&call, &inner, &[0xc3]],
                 Pad::Tail => &[&call, &inner],
                 Pad::Rewound => &[&call, &rewind, &[0xc3]],
@@ -316,6 +358,32 @@ impl NativeGuest {
         let memory = unsafe { VolatileSlice::new(self.rings.pointer.cast(), self.rings.len) };
         RegionWindow { gpa: Gpa(0), memory }
     }
+}
+
+/// Writes the gate in front of the trampoline, and gives the thunk that leads there.
+fn write_gate(
+    code: &mut LowMemory,
+    counters: Counters,
+    pid: Option<PidPlace>,
+    trampoline: Gva,
+) -> Result<Gva, OutOfReach> {
+    let at = |offset: usize| Gva(code.address() + offset as u64);
+    let (to, thunks) = (at(GATE_AT), at(GATE_THUNKS_AT));
+    let conditions = gate_conditions();
+    let gate = Gate {
+        conditions: &conditions,
+        counters,
+        places: GatePlaces { pid, comm: None },
+        pass: Then::Next(trampoline),
+        away: Then::GoOn { behind: 0, form: ReturnForm::Plain },
+    };
+    let stride = conditions.cells();
+    let thunks_of = Thunks { counters, first: TURNED_AWAY, stride, to };
+    let (gate, block) =
+        (X86_64.assemble_gate(to, &gate)?, X86_64.assemble_thunks(thunks, &thunks_of)?);
+    code.write(GATE_AT, &gate);
+    code.write(GATE_THUNKS_AT, &block);
+    Ok(thunks)
 }
 
 /// Writes what functions call whose returns are recorded, and what they return to.

@@ -5,7 +5,7 @@
 use std::arch::asm;
 use std::thread;
 
-use benches::native::{COUNT, COUNTER, FIRST_PID, HISTOGRAM, NativeGuest, Pad};
+use benches::native::{COUNT, COUNTER, FIRST_PID, HISTOGRAM, NativeGuest, Pad, TURNED_AWAY};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{Arch, ByteOrder, TaskWords};
 use patcher::region::{
@@ -149,6 +149,44 @@ fn a_call_that_is_counted_changes_nothing_else_and_is_recorded_as_well() {
     assert_eq!(records.len(), calls);
     let behind_pad = behind(&guest, Pad::Counted);
     assert!(records.iter().all(|record| record.ip == behind_pad));
+}
+
+/// What the counter is of the calls that were turned away.
+fn turned_away(guest: &NativeGuest) -> u64 {
+    let memory = guest.data().memory;
+    read_counters(&memory, ByteOrder::Little, TURNED_AWAY + 1).unwrap()[TURNED_AWAY as usize]
+}
+
+#[test]
+fn a_gate_changes_nothing_whether_a_call_is_let_through_or_turned_away() {
+    let guest = NativeGuest::new(1 << 20, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    let calls = call_with_every_flag(&guest, Pad::Gated);
+    let records = records(&guest, &mut reader);
+    assert_eq!(records.len(), calls / 2);
+    assert_eq!(turned_away(&guest), calls as u64 / 2);
+    let behind_pad = behind(&guest, Pad::Gated);
+    assert!(records.iter().all(|record| record.ip == behind_pad));
+}
+
+#[test]
+fn one_call_in_two_is_one_in_two_of_all_threads() {
+    const THREADS: usize = 4;
+    const CALLS: u64 = 100_000;
+    let guest = NativeGuest::with_cpus(THREADS, 4 << 20, false, true).unwrap();
+    let mut readers: Vec<_> = (0..THREADS).map(|cpu| reader(&guest, cpu)).collect();
+    thread::scope(|scope| {
+        for number in 0..THREADS {
+            let (cpu, function) = (guest.cpu(number), guest.function(Pad::Gated));
+            scope.spawn(move || {
+                cpu.enlist().unwrap();
+                (0..CALLS).for_each(|_| function());
+            });
+        }
+    });
+    let recorded: usize = readers.iter_mut().map(|reader| records(&guest, reader).len()).sum();
+    assert_eq!(recorded as u64, THREADS as u64 * CALLS / 2);
+    assert_eq!(turned_away(&guest), THREADS as u64 * CALLS / 2);
 }
 
 #[test]

@@ -22,8 +22,8 @@
  *   exec:PATH          runs a shell script
  *   shell              runs each line of standard input as a shell script, until one says "exit", and
  *                      prints "VMM-SHELL-END STATUS" behind what it prints
- *   lseeks:N           N calls of lseek(2) on /dev/null, one call of null_lseek each; prints
- *                      "VMM-LSEEKS ns=T" for all of them
+ *   lseeks:N           N calls of lseek(2) on /dev/null, to 0 and up to N - 1, one call of null_lseek
+ *                      each; prints "VMM-LSEEKS ns=T" for all of them
  *   put:FILE:TEXT      writes a line to a file in one write, and prints "VMM-PUT FILE ns=T" for that
  *   gap:FILE           looks at the clock until FILE exists, and prints "VMM-GAP ns=T", the longest time
  *                      from one look to the next
@@ -377,7 +377,7 @@ static long lseeks(void)
 		fail("open /dev/null: %s", strerror(errno));
 	long begin = nanoseconds();
 	for (long i = 0; i < count; i++)
-		lseek(file, 0, SEEK_SET);
+		lseek(file, i, SEEK_SET);
 	say("VMM-LSEEKS ns=%ld\n", nanoseconds() - begin);
 	return count;
 }

@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 
 use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
+use patcher::arch::gate::Conditions;
 use patcher::arch::{
-    Arch, ArgumentWords, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths,
-    TaskPlaces, TaskWords, Then, Thunks, assemble_returns, assemble_stub, stub_ip, text_len,
+    Arch, ArgumentWords, Gate, GatePlaces, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook,
+    TaskPaths, TaskPlaces, TaskWords, Then, Thunks, assemble_returns, assemble_stub, stub_ip,
+    text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
@@ -46,6 +48,9 @@ const CPU_WORDS: u64 = 8;
 const WRONG: Range<u64> = 1..6;
 const PROBES: u64 = 6;
 const STUCK: u64 = 7;
+
+/// The first of the counters that gates have for their cells here, behind those of functions.
+const FIRST_CELL: u32 = 1024;
 
 /// Where the guest sees the region.
 #[derive(Debug, Clone, Copy)]
@@ -332,13 +337,55 @@ impl<'m> Driver<'m> {
                 false => *self.counting.entry(behind).or_insert_with(place_counter),
             };
             let within = index as u32 % shape.in_block;
-            let thunks = Thunks { counters, first: index as u32 - within, counter };
+            let thunks = Thunks { counters, first: index as u32 - within, stride: 1, to: counter };
             let block = place(&|at| Ok(arch.assemble_thunks(at, &thunks)?.to_vec()));
             let thunk = block + u64::from(within) * shape.bytes;
             site.replacement = arch.encode_branch(site.at, thunk).unwrap();
         }
         self.counted = names.iter().map(|name| (*name).to_owned()).collect();
         sites
+    }
+
+    /// The sites of functions of which only those calls are traced that these conditions let through; the
+    /// cells of each follow those of the one before it.
+    ///
+    /// # Panics
+    /// If the pad of one may not be written.
+    pub fn gating(&mut self, names: &[&str], conditions: &Conditions) -> Vec<Site> {
+        let mut sites = self.sites(names);
+        let (arch, form) = (self.arch, ReturnForm::Plain);
+        let counters = Counters(self.region.code + Part::Data.offset() + COUNTERS_OFFSET);
+        let stride = conditions.cells();
+        for (index, (site, name)) in (0_u32..).zip(sites.iter_mut().zip(names)) {
+            let behind = self.judge(name).unwrap().layout.resume;
+            let pass = Then::Next(self.trampoline(behind).start);
+            let away = Then::GoOn { behind, form };
+            let window = self.machine.region(Part::Code);
+            let place = |assemble: &dyn Fn(Gva) -> anyhow::Result<Vec<u8>>| {
+                self.code.place::<anyhow::Error>(&window, assemble).unwrap()
+            };
+            let places = GatePlaces::default();
+            let gate = Gate { conditions, counters, places, pass, away };
+            let to = place(&|at| Ok(arch.assemble_gate(at, &gate)?));
+            let first = FIRST_CELL + index * stride;
+            let thunks = Thunks { counters, first, stride, to };
+            let block = place(&|at| Ok(arch.assemble_thunks(at, &thunks)?.to_vec()));
+            site.replacement = arch.encode_branch(site.at, block).unwrap();
+        }
+        sites
+    }
+
+    /// How many calls of the first `functions` that [`gating`](Self::gating) was last asked for were turned
+    /// away.
+    ///
+    /// # Panics
+    /// If the region can't be read.
+    #[must_use]
+    pub fn turned_away(&self, functions: u32, conditions: &Conditions) -> Vec<u64> {
+        let window = self.machine.region(Part::Data).memory;
+        let cells = FIRST_CELL + functions * conditions.cells();
+        let cells = read_counters(&window, self.arch.byte_order(), cells).unwrap();
+        cells[FIRST_CELL as usize..].iter().step_by(conditions.cells() as usize).copied().collect()
     }
 
     /// How often the functions were called that [`counting`](Self::counting) was last asked for, since

@@ -4,6 +4,7 @@ pub mod bare;
 pub mod capture;
 pub mod cycles;
 pub mod emulated;
+pub mod filtered;
 pub mod graph;
 pub mod guest;
 pub mod lab;

@@ -225,6 +225,11 @@ fn a_panic_of_a_6_1_kernel_is_told() {
 }
 
 #[test]
+fn what_is_filtered_out_never_leaves_the_guest() {
+    tests::filtered::what_is_filtered_out_never_leaves_the_guest(Aarch64, Series::V6_1);
+}
+
+#[test]
 fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
     the_tree_is_the_guests_own(Aarch64, Series::V6_1);
 }

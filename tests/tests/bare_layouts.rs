@@ -7,6 +7,7 @@ use guest_images::{Architecture, Bare};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::Arch;
 use patcher::arch::aarch64::Aarch64;
+use patcher::arch::gate::{Comparison, Conditions, GatedValue, Operator, Rate};
 use patcher::arch::s390x::S390X;
 use patcher::arch::x86_64::X86_64;
 use patcher::kernel::Refusal;
@@ -235,6 +236,8 @@ fn check(mut driver: Driver<'_>, expected: &Expected) {
     assert_eq!(driver.text(), untouched);
     calls_are_counted_under_load(&mut driver, &idle, expected.busy);
     assert_eq!(driver.text(), untouched);
+    calls_are_filtered_under_load(&mut driver, &idle, expected.busy);
+    assert_eq!(driver.text(), untouched);
     what_is_not_known_is_refused_and_nothing_is_written(&mut driver, &idle);
     assert_eq!(driver.text(), untouched);
     for name in expected.probed_beside {
@@ -378,6 +381,58 @@ fn calls_are_measured_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u
     assert_eq!(driver.slots(), (0, RETURN_SLOTS, 0), "calls out, slots free, calls without one");
     driver.allow_other_returns(false);
     driver.run(1);
+}
+
+/// Every way through a gate, of which one call in four comes out to be recorded.
+fn calls_are_filtered_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u64) {
+    driver.forget_recorded();
+    let compare = |place, bytes, signed, operator, value| Comparison {
+        place,
+        bytes,
+        signed,
+        operator,
+        value,
+    };
+    // What no argument is: each of them is loaded, and made as wide as numbers are.
+    let mut any: Vec<Vec<Comparison>> = [(1, true), (2, false), (4, true), (8, false), (1, false)]
+        .into_iter()
+        .zip(0..)
+        .map(|((bytes, signed), register)| {
+            let place = GatedValue::Register(register);
+            vec![compare(place, bytes, signed, Operator::Greater, u64::MAX >> 1)]
+        })
+        .collect();
+    any[3][0].value = u64::MAX;
+    any.push(vec![
+        compare(GatedValue::Stack(8), 8, false, Operator::AtLeast, 0),
+        compare(GatedValue::Register(0), 2, true, Operator::AtMost, 0x7fff),
+    ]);
+    let rate = Some(Rate { every: 1, slack: 1 << 40 });
+    let conditions = Conditions { any, one_in: Some(4), rate, ..Conditions::default() };
+    let sites = driver.gating(idle, &conditions);
+    let functions = idle.len() as u32;
+    let before = driver.turned_away(functions, &conditions);
+    let applied = driver.arm(sites.clone());
+    driver.run(2 + busy);
+    driver.disarm(&applied);
+    let calls = (2 + busy) * CALLS * CPUS as u64;
+    let away = driver.turned_away(functions, &conditions);
+    let away: Vec<u64> = away.iter().zip(before).map(|(now, before)| now - before).collect();
+    assert_eq!(away, vec![calls / 4 * 3; idle.len()]);
+    for (name, recorded) in driver.recorded() {
+        assert_eq!(recorded.iter().sum::<u64>(), calls / 4, "{name}");
+    }
+
+    // Both processors are anywhere at all.
+    driver.ask(busy);
+    for _ in 0..50 {
+        let applied = driver.arm(sites.clone());
+        driver.disarm(&applied);
+        driver.check();
+    }
+    driver.wait();
+    driver.run(1);
+    driver.forget_recorded();
 }
 
 fn calls_are_counted_under_load(driver: &mut Driver<'_>, idle: &[&str], busy: u64) {

@@ -45,6 +45,11 @@ fn every_call_makes_one_record() {
 }
 
 #[test]
+fn what_is_filtered_out_never_leaves_the_guest() {
+    tests::filtered::what_is_filtered_out_never_leaves_the_guest(X86_64, Series::V6_1);
+}
+
+#[test]
 fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
     the_tree_is_the_guests_own(X86_64, Series::V6_1);
 }

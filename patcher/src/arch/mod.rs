@@ -18,6 +18,7 @@ use crate::region::{
 
 pub mod aarch64;
 mod calling;
+pub mod gate;
 mod layout;
 pub mod paging;
 pub mod relocation;
@@ -27,6 +28,7 @@ mod stub;
 pub mod x86_64;
 
 pub use calling::{Aggregates, CallingConvention, Pairs, Place, Shape, ShapeClass};
+pub use gate::{CommPlace, Gate, GatePlaces};
 pub(crate) use layout::is_but_for_breakpoint;
 pub use layout::{Form, PadLayout, Pattern, read_pad, text_len};
 use paging::{AddressSpace, Bits, TableFormat};
@@ -255,11 +257,18 @@ pub trait Arch: fmt::Debug + Send + Sync {
         then: Then,
     ) -> Result<Vec<u8>, OutOfReach>;
 
+    /// The code of a gate, to be placed at `at`. It preserves every register and flag.
+    ///
+    /// # Errors
+    /// The cells, what is asked of the task or what is executed behind it are farther from `at` than an
+    /// instruction reaches.
+    fn assemble_gate(&self, at: Gva, gate: &Gate<'_>) -> Result<Vec<u8>, OutOfReach>;
+
     /// How thunks lie in a block.
     fn thunk_shape(&self) -> ThunkShape;
 
     /// A block of thunks, to be placed at `at`: each is entered as the first piece of a chain is, and
-    /// leads to the code that counts.
+    /// leads to the code that counts, or to a gate.
     ///
     /// # Errors
     /// The counters, or that code, are farther away than an instruction reaches.
@@ -741,10 +750,13 @@ pub struct ThunkShape {
 pub struct Thunks {
     /// Where the counters are.
     pub counters: Counters,
-    /// The counter of the first thunk; the others' follow.
+    /// The counter of the first thunk.
     pub first: u32,
-    /// Where the code that counts is ([`Arch::assemble_counter`]).
-    pub counter: Gva,
+    /// How far the others' counters are from each other.
+    pub stride: u32,
+    /// Where the code is that they lead to: the code that counts ([`Arch::assemble_counter`]), or a gate
+    /// ([`Arch::assemble_gate`]).
+    pub to: Gva,
 }
 
 /// What a piece of code that takes the return of a function is made for.

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::counts::KnownThunks;
+use super::gates::{GateId, KnownGates};
 use super::histograms::KnownHistograms;
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
@@ -30,14 +31,16 @@ enum Piece {
         duties: u32,
         then: Then,
     },
+    /// Lets some calls through, and has the others go on in the function.
+    Gate { gate: GateId, pass: Then, away: Then },
 }
 
 /// What is known of a kernel for the sake of pieces.
 #[derive(Debug)]
-struct Ground {
+pub(super) struct Ground {
     cpu_number: i32,
     returns: ReturnForm,
-    recorded: RecordedTask,
+    pub(super) recorded: RecordedTask,
 }
 
 /// The pieces that there are.
@@ -49,6 +52,7 @@ pub(super) struct Chains {
     /// None until a return is taken.
     pub(super) pool: Option<ReturnPool>,
     pub(super) thunks: KnownThunks,
+    pub(super) gates: KnownGates,
     pub(super) histograms: KnownHistograms,
 }
 
@@ -78,31 +82,47 @@ impl Hooks<'_> {
     /// instruction, are counted and recorded as `want` says.
     pub(super) fn chain(&mut self, site: &Site, want: Want, behind: u16) -> Result<Gva, HookError> {
         let form = self.ground()?.returns;
-        let mut then = Then::GoOn { behind, form };
+        let mut rest = Then::GoOn { behind, form };
         // What is measured has pieces of its own, and counts at their end: so thunks lead to the code that
         // counts for all.
         let counts_last = want.counted && want.measured;
         if counts_last {
-            then = Then::Next(self.counted(site, then)?);
+            rest = Then::Next(self.counted(site, rest, true)?);
         }
-        if let Some(duties) = self.duties(site, want)? {
-            then = Then::Next(self.piece(Piece::ReturnHook { duties, then })?);
-        }
-        if want.traced.is_some() {
-            then = Then::Next(self.piece(Piece::Logger(want.arguments, then))?);
-        }
+        let then = self.returning(site, want, rest)?;
+        let gate = want.gate.filter(|_| want.traced.is_some());
+        let then = match (want.traced, gate) {
+            (None, _) => then,
+            (Some(_), None) => Then::Next(self.piece(Piece::Logger(want.arguments, then))?),
+            (Some(_), Some(gate)) => {
+                let pass = Then::Next(self.piece(Piece::Logger(want.arguments, then))?);
+                // A call that is turned away is measured as any other.
+                let away = self.returning(site, Want { returns: false, ..want }, rest)?;
+                let piece = self.piece(Piece::Gate { gate, pass, away })?;
+                Then::Next(self.gate_thunk(site, gate, piece)?)
+            }
+        };
         match then {
-            then if want.counted && !counts_last => self.counted(site, then),
+            // What leads to a thunk is its function's own.
+            then if want.counted && !counts_last => self.counted(site, then, gate.is_none()),
             Then::Next(piece) => Ok(piece),
             // Nothing at all is wanted of a pad that leads somewhere nevertheless.
             Then::GoOn { .. } => self.piece(Piece::Logger(want.arguments, then)),
         }
     }
 
-    /// What counts the calls of a function and then goes on.
-    fn counted(&mut self, site: &Site, then: Then) -> Result<Gva, HookError> {
+    /// What takes the returns of a function, if they are wanted, and then goes on with `rest`.
+    fn returning(&mut self, site: &Site, want: Want, rest: Then) -> Result<Then, HookError> {
+        Ok(match self.duties(site, want)? {
+            Some(duties) => Then::Next(self.piece(Piece::ReturnHook { duties, then: rest })?),
+            None => rest,
+        })
+    }
+
+    /// What counts the calls of a function and then goes on; it is the same code for many if `shared`.
+    fn counted(&mut self, site: &Site, then: Then, shared: bool) -> Result<Gva, HookError> {
         let counter = self.piece(Piece::Counter(then))?;
-        self.thunk(site, counter)
+        self.thunk(site, counter, shared)
     }
 
     /// What is to be done when a call of a function returns, if anything is.
@@ -118,7 +138,7 @@ impl Hooks<'_> {
         Ok(Some(record | measure).filter(|duties| *duties != 0))
     }
 
-    fn ground(&mut self) -> Result<&Ground, HookError> {
+    pub(super) fn ground(&mut self) -> Result<&Ground, HookError> {
         let ground = match self.chains.ground.take() {
             Some(ground) => ground,
             None => Ground {
@@ -154,6 +174,7 @@ impl Hooks<'_> {
                 let hook = ReturnHook { cpu_number, pool, clock, duties, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_return_hook(at, &hook)?))?
             }
+            Piece::Gate { gate, pass, away } => self.place_gate(gate, pass, away)?,
         };
         self.chains.pieces.insert(piece, at);
         Ok(at)

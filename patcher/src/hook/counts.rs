@@ -1,4 +1,5 @@
-//! Counting calls: which function has which counter, and the thunks that lead to the code that counts.
+//! Counting calls: which function has which counter, and the thunks that lead to the code that counts, or
+//! to gates.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,8 +19,8 @@ use crate::region::{
 pub(super) struct KnownThunks {
     /// By pad; the name tells functions apart that a module had there, and then another one.
     counters: BTreeMap<Gva, (Arc<str>, u32)>,
-    taken: u32,
-    /// Thunks that were placed together: where, by what they lead to and by how many go before.
+    pub(super) taken: u32,
+    /// Thunks that were placed together: where, by what they lead to and by the first one's counter.
     placed: BTreeMap<(Gva, u32), Gva>,
 }
 
@@ -64,33 +65,58 @@ impl Hooks<'_> {
         Counters(self.region.range(Part::Data).start + COUNTERS_OFFSET)
     }
 
-    /// Where the thunk of a function is that leads to the code at `counter`.
-    pub(super) fn thunk(&mut self, site: &Site, counter: Gva) -> Result<Gva, HookError> {
+    /// Where the thunk of a function is that leads to the code at `counter`, to which those of others lead
+    /// as well if it is `shared`.
+    pub(super) fn thunk(
+        &mut self,
+        site: &Site,
+        counter: Gva,
+        shared: bool,
+    ) -> Result<Gva, HookError> {
         let index = self.take_counter(site)?;
+        let in_block = self.kernel.arch().thunk_shape().in_block;
+        let together = if shared { in_block * THUNK_BLOCKS } else { in_block };
+        let first = index / together * together;
+        // The last ones are of no counters that there are.
+        let blocks = together.min(COUNTERS - first).div_ceil(in_block);
+        self.thunk_in(Together { to: counter, first, stride: 1, blocks }, index - first)
+    }
+
+    /// Where the thunk of that number is among those that are placed together, which is done if it was not
+    /// done before.
+    pub(super) fn thunk_in(&mut self, together: Together, number: u32) -> Result<Gva, HookError> {
+        let Together { to, first, stride, blocks } = together;
         let arch = self.kernel.arch();
         let shape = arch.thunk_shape();
-        let together = shape.in_block * THUNK_BLOCKS;
-        let first = index / together * together;
-        let at = match self.chains.thunks.placed.get(&(counter, first)) {
+        let at = match self.chains.thunks.placed.get(&(to, first)) {
             Some(at) => *at,
             None => {
                 let counters = self.counters();
-                // The last ones are of no counters that there are.
-                let blocks = (COUNTERS - first).div_ceil(shape.in_block).min(THUNK_BLOCKS);
                 let at = self.place(|at| {
                     let block = |block: u32| {
-                        let first = first + block * shape.in_block;
+                        let first = first + block * shape.in_block * stride;
                         let at = at + u64::from(block) * THUNK_BLOCK_BYTES;
-                        arch.assemble_thunks(at, &Thunks { counters, first, counter })
+                        arch.assemble_thunks(at, &Thunks { counters, first, stride, to })
                     };
                     let blocks = (0..blocks).map(block).collect::<Result<Vec<_>, _>>()?;
                     Ok(blocks.concat())
                 })?;
-                self.chains.thunks.placed.insert((counter, first), at);
+                self.chains.thunks.placed.insert((to, first), at);
                 at
             }
         };
-        let (block, within) = ((index - first) / shape.in_block, (index - first) % shape.in_block);
+        let (block, within) = (number / shape.in_block, number % shape.in_block);
         Ok(at + u64::from(block) * THUNK_BLOCK_BYTES + u64::from(within) * shape.bytes)
     }
+}
+
+/// Thunks that are placed together.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Together {
+    /// Where they lead to.
+    pub to: Gva,
+    /// The first one's counter, and how far the others' are from each other.
+    pub first: u32,
+    pub stride: u32,
+    pub blocks: u32,
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{HeldBack, ReturnPoolError};
 use crate::arch::OutOfReach;
 use crate::journal::JournalError;
-use crate::kernel::{CpuNumberError, ReturnFormError};
+use crate::kernel::{CpuNumberError, ReturnFormError, TaskPlaceError};
 use crate::machine::StopError;
 use crate::patch::{ApplyError, PlanError, VerifyError};
 use crate::region::{COUNTERS, HISTOGRAMS, NoTraps, RegionError};
@@ -55,12 +55,25 @@ pub enum HookError {
     /// What is to be counted has no pad.
     #[error("calls of {0} can't be counted: it has no pad")]
     NotCounted(Box<str>),
-    /// More functions than there are counters.
+    /// More functions, and more filters of their calls, than there are counters.
     #[error(
-        "the region has {COUNTERS} counters, and all of them belong to functions; trace {0} without \
-         counting (func)"
+        "the region has {COUNTERS} counters for functions and for filters of their calls, and none is \
+         left for {0}; trace fewer functions, or those without counting and filters"
     )]
     CountersFull(Box<str>),
+    /// Calls can't be told apart by their tasks.
+    #[error("calls can't be filtered by their tasks in the guest: {0}")]
+    TaskUnknown(#[source] TaskPlaceError),
+    /// Somebody else has this function's calls let through by other conditions.
+    #[error(
+        "{0} is traced by somebody else with another filter of its calls, or without one; end that          trace first, or ask for the same filter"
+    )]
+    OtherGate(Box<str>),
+    /// What is trapped has no gate.
+    #[error(
+        "calls of {0} are noticed by traps, which can't be filtered in the guest; use --method call"
+    )]
+    TrapGate(Box<str>),
     /// More functions than there are histograms.
     #[error(
         "{wanted} functions were to be measured, and there are histograms for no more than {left}, of \

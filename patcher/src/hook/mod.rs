@@ -12,8 +12,9 @@
 //! | no | yes | jumps to the new function | |
 //! | either way | yes | jumps to a stub | which calls the chain and jumps to the new function |
 //!
-//! Where the calls of a function are counted, or their returns recorded or measured, its chain has one more
-//! piece. A function that is counted or measured and not traced calls a chain without the piece that records.
+//! Where the calls of a function are counted, their returns recorded or measured, or only some of them traced,
+//! its chain has one more piece. A function that is counted or measured and not traced calls a chain without
+//! the piece that records.
 //!
 //! A function without a pad can be traced by a trap and in no other way: at its first instruction, which
 //! is executed from a copy in the region that jumps back behind it.
@@ -36,6 +37,7 @@ mod chain;
 mod change;
 mod counts;
 mod error;
+mod gates;
 mod histograms;
 #[cfg(test)]
 pub(crate) mod place;
@@ -50,6 +52,7 @@ mod traps;
 use chain::Chains;
 use change::Step;
 pub use error::{HookError, ReleaseError};
+pub use gates::GateId;
 pub use returns::{ReturnPoolError, takes_return};
 use sweep::Sweeper;
 pub use sweep::{Outstanding, SweepError, Swept};
@@ -77,6 +80,9 @@ pub struct Want {
     pub returns: bool,
     /// The words of its calls' arguments that are recorded, if it is traced by calls.
     pub arguments: ArgumentWords,
+    /// Which of its calls are traced; all if there is none. What is counted or measured is none of its
+    /// business.
+    pub gate: Option<GateId>,
     /// Whether what its calls take is added to its histogram.
     pub measured: bool,
 }
@@ -349,11 +355,15 @@ impl<'m> Hooks<'m> {
                 Want { measured: true, .. } => Err(not_taken(site, "it has no pad")),
                 Want { traced: None, redirect: None, .. } => Ok(site.original),
                 Want { redirect: Some(_), .. } => Err(HookError::NoPad(site.name.clone())),
+                Want { gate: Some(_), .. } => Err(HookError::TrapGate(site.name.clone())),
                 Want { .. } => self.trap(site),
             };
         }
         if want.traced.is_some() {
             self.prepare_tracing()?;
+        }
+        if want.gate.is_some() && want.traced == Some(Method::Trap) {
+            return Err(HookError::TrapGate(site.name.clone()));
         }
         if want.returns || want.measured {
             takes_return(site).map_err(|why| not_taken(site, why))?;

@@ -49,6 +49,7 @@ const TRACED: Want = Want {
     returns: false,
     arguments: ArgumentWords::NONE,
     measured: false,
+    gate: None,
 };
 
 fn redirected(to: Gva) -> Want {

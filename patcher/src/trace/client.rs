@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::calls::CallConditions;
 use super::counts::Counts;
 use super::filter::Filter;
 use super::gaps::Gaps;
@@ -46,6 +47,9 @@ pub struct Summary {
     /// Calls of which no return is recorded, since as many as can be were out at the same time. If others
     /// trace returns too, they may be theirs.
     pub without_slot: u64,
+    /// Calls that the guest itself has left out, by function, most first. If others trace with the same
+    /// filter, these are the same calls.
+    pub turned_away: Vec<(Arc<str>, u64)>,
     /// The stops that this client was the reason of.
     pub stops: Vec<StopTimes>,
     /// What disarming found, once it was done.
@@ -71,6 +75,8 @@ pub(super) struct Client<S> {
     pub values: WantedValues,
     /// What it has counted, if it counts.
     pub counts: Option<Counts>,
+    /// The calls of its functions that the guest leaves out.
+    pub turned_away: Option<Counts>,
     /// How long calls took, if it measures that.
     pub latencies: Option<Latencies>,
     /// Calls that had found no slot when it began, and until it ended.
@@ -133,6 +139,8 @@ pub(super) struct Later {
     pub returns: bool,
     /// Which values it is told.
     pub values: WantedValues,
+    /// Which calls are traced, if not all are.
+    pub calls: Option<Arc<CallConditions>>,
 }
 
 impl<S> Client<S> {
@@ -151,6 +159,7 @@ impl<S> Client<S> {
             graph,
             values: later.values,
             counts,
+            turned_away: None,
             latencies: None,
             slots_missed: 0..0,
             lost: vec![0; from.slots.len()],
@@ -308,7 +317,11 @@ impl<S> Client<S> {
         let (lost_returns, lost_calls) = self.graph.as_ref().map_or((0, 0), Graph::unmatched);
         Summary {
             events: self.events(),
-            set_back: self.counts.as_ref().map_or(0, Counts::set_back)
+            set_back: [&self.counts, &self.turned_away]
+                .into_iter()
+                .flatten()
+                .map(Counts::set_back)
+                .sum::<u64>()
                 + self.latencies.as_ref().map_or(0, Latencies::set_back),
             overrun: self.overrun,
             lost,
@@ -320,6 +333,7 @@ impl<S> Client<S> {
             lost_returns,
             lost_calls,
             without_slot: self.slots_missed.end.saturating_sub(self.slots_missed.start),
+            turned_away: most_first(names, self.turned_away.iter().flat_map(Counts::calls)),
             stops: self.stops.clone(),
             reverted: self.reverted.clone(),
         }

@@ -34,16 +34,23 @@ impl Counts {
         hooks: &mut Hooks<'_>,
         functions: impl Iterator<Item = (u32, Site)>,
     ) -> Result<Self, HookError> {
-        let mut counted = Vec::new();
+        let mut counters = Vec::new();
         for (function, site) in functions {
-            let counter = hooks.take_counter(&site)?;
-            counted.push(Counted { function, counter, seen: 0, calls: 0, told: 0 });
+            counters.push((function, hooks.take_counter(&site)?));
         }
-        let counters = hooks.read_counters()?;
-        for counted in &mut counted {
-            counted.seen = counters.get(counted.counter as usize).copied().unwrap_or(0);
-        }
-        Ok(Self { counted, set_back: 0, ended: false })
+        let mut counts = Self::default();
+        counts.add(hooks, counters)?;
+        Ok(counts)
+    }
+
+    /// Counts, from now on, what these counters count of functions with these indices.
+    pub fn add(&mut self, hooks: &Hooks<'_>, counters: Vec<(u32, u32)>) -> Result<(), RegionError> {
+        let values = hooks.read_counters()?;
+        self.counted.extend(counters.into_iter().map(|(function, counter)| {
+            let seen = values.get(counter as usize).copied().unwrap_or(0);
+            Counted { function, counter, seen, calls: 0, told: 0 }
+        }));
+        Ok(())
     }
 
     /// Looks at the counters, unless the counting has ended.

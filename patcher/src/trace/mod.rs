@@ -3,6 +3,7 @@
 //! A [`tracer::Tracer`] traces one guest for several clients at once; a [`session::Session`] is one
 //! with a single client.
 
+pub mod calls;
 mod client;
 mod context;
 mod counts;

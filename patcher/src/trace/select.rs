@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::calls::{CallConditions, CallFilter, CallFilterError};
 use super::filter::{Filter, FilterError};
 use super::graph;
 use crate::hook::{Hooks, Method, takes_return};
@@ -20,6 +21,8 @@ pub struct Selection {
     pub counts: bool,
     /// Which values are told.
     pub values: WantedValues,
+    /// Which of their calls are traced; `None` if all are. Counts are of all calls.
+    pub calls: Option<CallConditions>,
     /// Whether it is only added up how long their calls take.
     pub measures: bool,
     /// Those that can be.
@@ -56,6 +59,9 @@ pub enum SelectError {
     /// The filter asks for functions of modules, and those can't be told.
     #[error(transparent)]
     Modules(#[from] ModulesError),
+    /// The filter of calls makes no sense.
+    #[error(transparent)]
+    Calls(#[from] CallFilterError),
 }
 
 impl Selection {
@@ -132,6 +138,33 @@ impl Selection {
         Self { sites, refused, ..self }
     }
 
+    /// The same functions, of which only those calls are traced.
+    ///
+    /// # Errors
+    /// [`CallFilterError`].
+    pub fn filtered(
+        self,
+        kernel: &Kernel,
+        machine: &dyn Machine,
+        filter: &CallFilter,
+    ) -> Result<Self, CallFilterError> {
+        if *filter == CallFilter::default() {
+            return Ok(self);
+        }
+        let mut types = None;
+        let prototype = |function: &str| {
+            let types = types.get_or_insert_with(|| kernel.prototypes(machine.ram()));
+            match types {
+                Ok(types) => Ok(kernel.prototype(types, function)?),
+                Err(why) => Err(CallFilterError::NoTypes(why.to_string())),
+            }
+        };
+        let functions = self.sites.iter().map(|site| &*site.name);
+        let hz = machine.clock_hz();
+        let calls = CallConditions::new(filter, kernel.arch(), hz, functions, prototype)?;
+        Ok(Self { calls: Some(calls), ..self })
+    }
+
     /// Chooses among these pads.
     ///
     /// # Errors
@@ -146,9 +179,19 @@ impl Selection {
         sites.retain(|site| filter.selects(&site.name));
         refused.retain(|refused| filter.selects(&refused.name));
         let (filter, method) = (filter.clone(), Method::Call);
-        let (graph, counts, measures) = (None, false, false);
-        let values = WantedValues::default();
-        Ok(Self { method, graph, counts, measures, values, sites, refused, pads, filter, modules })
+        Ok(Self {
+            method,
+            graph: None,
+            counts: false,
+            measures: false,
+            calls: None,
+            values: WantedValues::default(),
+            sites,
+            refused,
+            pads,
+            filter,
+            modules,
+        })
     }
 }
 

@@ -23,15 +23,17 @@ use super::tasks::Tasks;
 use super::values::Encoder;
 use crate::addr::Gva;
 use crate::arch::{ArgumentWords, ByteOrder};
-use crate::hook::{HookError, Hooks, Method, ReleaseError, Want, Witness};
+use crate::hook::{GateId, HookError, Hooks, Method, ReleaseError, Want, Witness};
 use crate::kernel::{Kernel, PadsError, Prototypes, Site, TypesError};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Histogram, Part, RegionError, RingLayout};
 
+mod gates;
 mod modules;
 
 pub use super::client::Summary;
+use gates::Gated;
 use modules::Modules;
 pub use modules::{ModuleChange, ModuleNews};
 
@@ -223,9 +225,12 @@ impl<'m, S> Tracer<'m, S> {
         if selection.values != WantedValues::default() {
             indices.iter().for_each(|index| self.learn_format(*index));
         }
-        let wants: Vec<(&Site, Want)> = (selection.sites.iter().zip(&indices))
-            .map(|(site, index)| (site, *index, hooks.want(site.at)))
-            .map(|(site, index, want)| (site, want, self.wanted_too(want, selection, index)))
+        let gated = Gated::new(hooks, selection)?;
+        let wants: Vec<(&Site, Want)> = (selection.sites.iter().zip(&indices).enumerate())
+            .map(|(at, (site, index))| (site, *index, hooks.want(site.at), gated.gate(at)))
+            .map(|(site, index, want, gate)| {
+                (site, want, self.wanted_too(want, selection, index, gate))
+            })
             .filter(|(_, want, wanted)| want != wanted)
             .map(|(site, _, wanted)| (site, wanted))
             .collect();
@@ -238,6 +243,7 @@ impl<'m, S> Tracer<'m, S> {
             true => Some(Latencies::new(hooks, (functions, &selection.sites))?),
             false => None,
         };
+        let turned_away = gated.counts(hooks, &selection.sites, &indices)?;
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let changed = hooks.change(&wants, Foreign::Refuse, look)?;
         if changed.stops.is_empty() {
@@ -277,9 +283,11 @@ impl<'m, S> Tracer<'m, S> {
             method: selection.method,
             returns: selection.graph.is_some(),
             values: selection.values,
+            calls: selection.calls.clone().map(Arc::new),
         };
         let heads = Heads::of(&self.readers);
         let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
+        client.turned_away = turned_away;
         client.latencies = latencies;
         if client.takes_returns() {
             client.slots_missed.start = hooks.missed_returns();
@@ -334,8 +342,15 @@ impl<'m, S> Tracer<'m, S> {
     }
 
     /// What the pad of the member with that index is to do that does what `want` says, for a client with that
-    /// selection as well. Returns and arguments are recorded only of what is traced by calls.
-    fn wanted_too(&self, want: Want, selection: &Selection, index: usize) -> Want {
+    /// selection as well. Returns and arguments are recorded only of what is traced by calls, and only traces
+    /// are of calls that a gate lets through.
+    fn wanted_too(
+        &self,
+        want: Want,
+        selection: &Selection,
+        index: usize,
+        gate: Option<GateId>,
+    ) -> Want {
         let calls_code = want.counted || want.measured;
         let method = if calls_code { Method::Call } else { selection.method };
         let mut wanted = match selection.graph {
@@ -346,8 +361,8 @@ impl<'m, S> Tracer<'m, S> {
             _ if selection.measures => {
                 Want { measured: true, traced: want.traced.map(|_| Method::Call), ..want }
             }
-            Some(_) => Want { traced: Some(Method::Call), returns: true, ..want },
-            None => Want { traced: want.traced.or(Some(method)), ..want },
+            Some(_) => Want { traced: Some(Method::Call), returns: true, gate, ..want },
+            None => Want { traced: want.traced.or(Some(method)), gate, ..want },
         };
         if selection.values.arguments {
             wanted.traced = Some(Method::Call);
@@ -391,10 +406,10 @@ impl<'m, S> Tracer<'m, S> {
         let heads = Heads::of(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
-            if let Some(counts) = &mut client.counts
-                && let Err(error) = counts.end(hooks)
-            {
-                client.failure.get_or_insert(io::Error::other(error));
+            for counts in [&mut client.counts, &mut client.turned_away].into_iter().flatten() {
+                if let Err(error) = counts.end(hooks) {
+                    client.failure.get_or_insert(io::Error::other(error));
+                }
             }
             if let Some(latencies) = &mut client.latencies
                 && let Err(error) = latencies.end(hooks)
@@ -426,7 +441,7 @@ impl<'m, S> Tracer<'m, S> {
         let measured = want.measured && member.measured_by != 0;
         let mut still = Want { counted, measured, ..want };
         if member.wanted_by == 0 {
-            still.traced = None;
+            (still.traced, still.gate) = (None, None);
         }
         if !clients.iter().any(|client| client.values.arguments) {
             still.arguments = ArgumentWords::NONE;

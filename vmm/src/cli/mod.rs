@@ -10,6 +10,7 @@ use clap::{Parser, Subcommand};
 
 mod attach;
 mod bench;
+mod call_options;
 mod clock;
 mod count_options;
 mod doctor;

@@ -101,6 +101,11 @@ pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Durat
         let _ = writeln!(text, "  spoilt {corrupt}");
     }
     text.push_str(&most_called(calls, 0));
+    let (away, named) = named(&totals.turned_away, totals.others_turned_away);
+    if away > 0 {
+        let calls = counted(away, "call");
+        let _ = writeln!(text, "  filter {calls} left out in the guest: {named}");
+    }
     text.push_str(&unmatched(totals));
     let mut stops = totals.stops.clone();
     stops.sort_unstable();
@@ -123,19 +128,11 @@ pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Durat
 /// Lines with what is known of calls that did not return, and of those of which half was lost.
 fn unmatched(totals: &Totals) -> String {
     let mut text = String::new();
-    let open: u64 = totals.outstanding.iter().map(|(_, calls)| calls).sum();
-    let open = open.saturating_add(totals.others_outstanding);
+    let (open, named) = named(&totals.outstanding, totals.others_outstanding);
     if open > 0 {
-        let named = totals.outstanding.iter().take(TOP);
-        let mut named: Vec<String> =
-            named.map(|(function, calls)| format!("{function} {}", grouped(*calls))).collect();
-        let told: u64 = totals.outstanding.iter().take(TOP).map(|(_, calls)| calls).sum();
-        if open > told {
-            named.push(format!("{} of others", grouped(open - told)));
-        }
         let calls = counted(open, "call");
         // Writing to a String does not fail.
-        let _ = writeln!(text, "  open   {calls} had not returned: {}", named.join(", "));
+        let _ = writeln!(text, "  open   {calls} had not returned: {named}");
     }
     if totals.lost_returns + totals.lost_calls > 0 {
         let _ = writeln!(
@@ -155,6 +152,22 @@ fn unmatched(totals: &Totals) -> String {
         );
     }
     text
+}
+
+/// How many calls there are of these functions and others, and the first of them by name.
+fn named(functions: &[(String, u64)], others: u64) -> (u64, String) {
+    let sum = |functions: &[(String, u64)]| {
+        functions.iter().fold(0_u64, |sum, (_, calls)| sum.saturating_add(*calls))
+    };
+    let first = &functions[..functions.len().min(TOP)];
+    let all = sum(functions).saturating_add(others);
+    let told = sum(first);
+    let mut named: Vec<String> =
+        first.iter().map(|(function, calls)| format!("{function} {}", grouped(*calls))).collect();
+    if all > told {
+        named.push(format!("{} of others", grouped(all - told)));
+    }
+    (all, named.join(", "))
 }
 
 /// Lines with the functions that took most time themselves, most first.

@@ -13,9 +13,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use rustix::termios::tcgetwinsize;
-use vmm::control::protocol::{
-    Armed, CountRequest, Counted, EndReason, GraphRequest, Method, TraceRequest, Tracer,
-};
+use vmm::control::protocol::{Armed, CountRequest, Counted, EndReason, TraceRequest, Tracer};
 use vmm::control::{Message, Name, Stopper};
 
 use super::progress::Progress;
@@ -239,11 +237,8 @@ pub fn run(options: &Options) -> Result<Status> {
         tracer: Tracer::Count,
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
-        method: Method::Call,
-        graph: GraphRequest::default(),
-        args: false,
-        ret: false,
         count: CountRequest { interval_ms: options.interval * 1000 },
+        ..TraceRequest::default()
     };
     let mut progress = Progress::new(false);
     let begun = begin(&options.name, &request, &ends.stop, &mut progress);

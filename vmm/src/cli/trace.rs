@@ -19,6 +19,7 @@ use patcher::trace::sink::{self, Beginning, Sink};
 use vmm::control::protocol::{Armed, Counted, EndReason, Measured, RefusalKind, TraceRequest};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
+use super::call_options::CallOptions;
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output, Records};
@@ -41,7 +42,8 @@ pub struct Options {
     tracer: Tracer,
 
     /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
+    /// given several times. By default every function is traced. 'vfs_read: count > 4096' asks for
+    /// calls by their arguments
     #[arg(short, long, value_name = "GLOB", value_parser = NonEmptyStringValueParser::new())]
     filter: Vec<String>,
 
@@ -64,6 +66,9 @@ pub struct Options {
 
     #[command(flatten)]
     values: ValueOptions,
+
+    #[command(flatten)]
+    calls: CallOptions,
 
     #[command(flatten)]
     graph: GraphOptions,
@@ -107,6 +112,9 @@ Examples:
   See which files are opened, how, and what comes of it:
     vmm trace guest1 graph -f do_sys_openat2 -f getname_flags --args --ret
 
+  See only the large reads of one process, and of them no more than a hundred a second:
+    vmm trace guest1 func -l 1234 -f 'vfs_read: count > 65536' --rate 100
+
   Count the calls of ext4's functions, and print the ten that are called most every second:
     vmm trace guest1 count -f 'ext4_*' --interval 1 --top 10
 
@@ -146,6 +154,7 @@ pub fn run(options: &Options) -> Result<Status> {
         args: options.values.args,
         ret: options.values.ret,
         count: options.count.request(),
+        calls: options.calls.request(),
     })?;
     let counts = options.count.form(Some(options.tracer), &options.filter);
     options.count.check(Some(options.tracer), options.format)?;

@@ -2,8 +2,9 @@
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
-use vmm::control::protocol::{self, TraceRequest};
+use vmm::control::protocol::{self, CallsRequest, TraceRequest};
 
+use super::call_options::CallOptions;
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
@@ -17,7 +18,8 @@ pub struct TraceOptions {
     pub trace: Option<Tracer>,
 
     /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
-    /// given several times. By default every function is traced
+    /// given several times. By default every function is traced. 'vfs_read: count > 4096' asks for
+    /// calls by their arguments
     #[arg(
         short,
         long,
@@ -52,6 +54,9 @@ pub struct TraceOptions {
 
     #[command(flatten)]
     pub values: ValueOptions,
+
+    #[command(flatten)]
+    pub calls: CallOptions,
 
     #[command(flatten)]
     pub graph: GraphOptions,
@@ -122,6 +127,9 @@ impl TraceOptions {
             if !self.values.is_unused() {
                 return Err(Contradiction("--args and --ret need --trace".into()));
             }
+            if self.calls.request() != CallsRequest::default() {
+                return Err(Contradiction("which calls are traced needs --trace".into()));
+            }
             return match self.graph.is_unused() {
                 true => Ok(None),
                 false => Err(Contradiction("what a graph is to show needs --trace graph".into())),
@@ -137,6 +145,7 @@ impl TraceOptions {
             args: self.values.args,
             ret: self.values.ret,
             count: self.count.request(),
+            calls: self.calls.request(),
         };
         checked(request).map(Some)
     }

@@ -52,12 +52,12 @@ pub(super) fn assemble_thunks(
     let (each, _) = block.as_chunks_mut::<THUNK_BYTES>();
     for (index, thunk) in each.iter_mut().enumerate() {
         let from = at + (index * THUNK_BYTES) as u64;
-        let number = thunks.first + index as u32;
+        let number = thunks.first + index as u32 * thunks.stride;
         let to = thunks.counters.at(number);
         let number = u16::try_from(number).map_err(|_| OutOfReach { from, to, reach: 1 << 16 })?;
         let number = 0xd280_0000 | u32::from(number) << 5 | 16; // movz x16, #number
         thunk[..4].copy_from_slice(&number.to_le_bytes());
-        thunk[4..].copy_from_slice(&encode_jump(from + 4, thunks.counter)?); // b the code that counts
+        thunk[4..].copy_from_slice(&encode_jump(from + 4, thunks.to)?); // b the code that counts
     }
     Ok(block)
 }
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn each_thunk_has_its_own_counters_number_and_all_lead_to_the_same_code() {
         let counter = AT + 0x1000;
-        let thunks = Thunks { counters: COUNTERS, first: 40_000, counter };
+        let thunks = Thunks { counters: COUNTERS, first: 40_000, stride: 1, to: counter };
         let listing = listing(&assemble_thunks(AT, &thunks).unwrap());
         assert_eq!(listing.len(), 2 * IN_BLOCK);
         for (index, thunk) in listing.chunks(2).enumerate() {
@@ -120,9 +120,9 @@ mod tests {
     #[test]
     fn what_no_instruction_can_reach_is_refused() {
         let far = AT + (1 << 30);
-        let thunks = Thunks { counters: COUNTERS, first: 0, counter: far };
+        let thunks = Thunks { counters: COUNTERS, first: 0, stride: 1, to: far };
         assert_eq!(assemble_thunks(AT, &thunks).unwrap_err().to, far);
-        let thunks = Thunks { first: 1 << 16, counter: AT, ..thunks };
+        let thunks = Thunks { first: 1 << 16, to: AT, ..thunks };
         assert_eq!(assemble_thunks(AT, &thunks).unwrap_err().reach, 1 << 16);
     }
 }

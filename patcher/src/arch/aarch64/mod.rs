@@ -15,7 +15,7 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuNumber, ImageRelocations,
+    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuNumber, Gate, ImageRelocations,
     ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadLayout, PadState, Pairs,
     Pattern, Prefix, ReturnCount, ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks,
     TaskWords, Then, ThunkShape, Thunks, Unpaged,
@@ -26,6 +26,7 @@ use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod arguments;
 mod counter;
+mod gate;
 mod measure;
 mod pads;
 pub mod paging;
@@ -255,6 +256,10 @@ impl Arch for Aarch64 {
         then: Then,
     ) -> Result<Vec<u8>, OutOfReach> {
         counter::assemble(at, counters, then)
+    }
+
+    fn assemble_gate(&self, at: Gva, gate: &Gate<'_>) -> Result<Vec<u8>, OutOfReach> {
+        gate::assemble(at, gate)
     }
 
     fn thunk_shape(&self) -> ThunkShape {

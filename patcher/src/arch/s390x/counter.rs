@@ -51,7 +51,7 @@ pub(super) fn assemble_thunks(
 ) -> Result<[u8; THUNK_BLOCK_BYTES as usize], OutOfReach> {
     let mut block = [0x07; THUNK_BLOCK_BYTES as usize]; //   bcr 0,%r7
     for index in 0..IN_BLOCK {
-        let number = thunks.first + u32::from(index);
+        let number = thunks.first + u32::from(index) * thunks.stride;
         let to = thunks.counters.at(number);
         let number =
             u16::try_from(number).map_err(|_| OutOfReach { from: at, to, reach: 1 << 16 })?;
@@ -63,7 +63,7 @@ pub(super) fn assemble_thunks(
         block[branch..branch + 4].copy_from_slice(&[0xa7, 0xf4, 0, ahead as u8]); // j the block's end
     }
     let exit = usize::from(EXIT);
-    let displacement = halfwords(at + exit as u64, thunks.counter)?;
+    let displacement = halfwords(at + exit as u64, thunks.to)?;
     block[exit..exit + 2].copy_from_slice(&[0xc0, 0xf4]); // jg the code that counts
     block[exit + 2..exit + 6].copy_from_slice(&displacement);
     Ok(block)
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn each_thunk_has_its_own_counters_number_and_all_lead_to_the_same_code() {
         let counter = AT + 0x1000;
-        let thunks = Thunks { counters: COUNTERS, first: 40_000, counter };
+        let thunks = Thunks { counters: COUNTERS, first: 40_000, stride: 1, to: counter };
         let block = assemble_thunks(AT, &thunks).unwrap();
         let listing = listing(&block[..usize::from(EXIT) + 6]);
         let exit = AT.0 + u64::from(EXIT);
@@ -129,9 +129,9 @@ mod tests {
     #[test]
     fn what_no_instruction_can_reach_is_refused() {
         let far = AT + (8 << 30);
-        let thunks = Thunks { counters: COUNTERS, first: 0, counter: far };
+        let thunks = Thunks { counters: COUNTERS, first: 0, stride: 1, to: far };
         assert_eq!(assemble_thunks(AT, &thunks).unwrap_err().to, far);
-        let thunks = Thunks { first: 1 << 16, counter: AT, ..thunks };
+        let thunks = Thunks { first: 1 << 16, to: AT, ..thunks };
         assert_eq!(assemble_thunks(AT, &thunks).unwrap_err().reach, 1 << 16);
         let go_on = Then::GoOn { behind: 0, form: ReturnForm::Plain };
         assert_eq!(assemble(AT, Counters(far), go_on).unwrap_err().to, far);

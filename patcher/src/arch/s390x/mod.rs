@@ -8,7 +8,7 @@ use super::paging::{AddressSpace, TableFormat};
 use super::relocation::Relocation;
 use super::{
     Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuArea, CpuNumber, CpuStack,
-    CpuVariable, FixedArea, ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach,
+    CpuVariable, FixedArea, Gate, ImageRelocations, ImageWindow, KernelPlace, Logger, OutOfReach,
     PID_BITS, PadBytes, PadLayout, PadSlots, PadState, Pairs, Pattern, Prefix, ReturnCount,
     ReturnExit, ReturnHook, SLOT_LEN, Standing, TaskPaths, TaskStacks, TaskWords, Then, ThunkShape,
     Thunks, Unpaged,
@@ -19,6 +19,7 @@ use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod arguments;
 mod counter;
+mod gate;
 mod measure;
 mod pads;
 pub mod paging;
@@ -249,6 +250,10 @@ impl Arch for S390X {
         then: Then,
     ) -> Result<Vec<u8>, OutOfReach> {
         counter::assemble(at, counters, then)
+    }
+
+    fn assemble_gate(&self, at: Gva, gate: &Gate<'_>) -> Result<Vec<u8>, OutOfReach> {
+        gate::assemble(at, gate)
     }
 
     fn thunk_shape(&self) -> ThunkShape {

@@ -153,11 +153,7 @@ pub(super) fn load_address(code: &mut Vec<u8>, at: Gva, to: Gva) -> Result<(), O
 
 /// Appends `llgf %r2,address`.
 pub(super) fn load(code: &mut Vec<u8>, address: i32) -> Result<(), OutOfReach> {
-    let [low, high] = displacement(address).ok_or(OutOfReach {
-        from: Gva(0),
-        to: Gva(i64::from(address).cast_unsigned()),
-        reach: 1 << 19,
-    })?;
+    let [low, high] = displacement(address)?;
     code.extend([0xe3, 0x20]);
     code.extend(low.to_be_bytes());
     code.extend([high as u8, 0x16]);
@@ -165,9 +161,16 @@ pub(super) fn load(code: &mut Vec<u8>, address: i32) -> Result<(), OutOfReach> {
 }
 
 /// A signed 20-bit displacement as an instruction holds it: its low 12 bits, then its high 8.
-fn displacement(value: i32) -> Option<[u16; 2]> {
-    let high = i8::try_from(value >> 12).ok()?.cast_unsigned();
-    Some([(value & 0xfff) as u16, high.into()])
+///
+/// # Errors
+/// It has more bits.
+pub(super) fn displacement(value: i32) -> Result<[u16; 2], OutOfReach> {
+    let high = i8::try_from(value >> 12).map_err(|_| OutOfReach {
+        from: Gva(0),
+        to: Gva(i64::from(value).cast_unsigned()),
+        reach: 1 << 19,
+    })?;
+    Ok([(value & 0xfff) as u16, high.cast_unsigned().into()])
 }
 
 #[cfg(test)]

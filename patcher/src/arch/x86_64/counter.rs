@@ -57,7 +57,7 @@ pub(super) fn assemble_thunks(
     let reach = 1 << 31;
     let mut block = [0xcc; THUNK_BLOCK_BYTES as usize];
     for index in 0..IN_BLOCK {
-        let counter = thunks.counters.at(thunks.first + u32::from(index));
+        let counter = thunks.counters.at(thunks.first + u32::from(index) * thunks.stride);
         let pushed = i32::try_from(counter.0.cast_signed()).map_err(|_| OutOfReach {
             from: at,
             to: counter,
@@ -71,8 +71,8 @@ pub(super) fn assemble_thunks(
     }
     let exit = usize::from(EXIT);
     let behind = at + exit as u64 + 5;
-    let distance = i32::try_from(thunks.counter.0.wrapping_sub(behind.0).cast_signed())
-        .map_err(|_| OutOfReach { from: at, to: thunks.counter, reach })?;
+    let distance = i32::try_from(thunks.to.0.wrapping_sub(behind.0).cast_signed())
+        .map_err(|_| OutOfReach { from: at, to: thunks.to, reach })?;
     block[exit] = 0xe9; // jmp the code that counts
     block[exit + 1..exit + 5].copy_from_slice(&distance.to_le_bytes());
     Ok(block)
@@ -126,7 +126,8 @@ mod tests {
     #[test]
     fn each_thunk_pushes_its_own_counter_and_all_lead_to_the_same_code() {
         let counter = AT + 0x1000;
-        let thunks = Thunks { counters: Counters(AT + (2 << 20)), first: 34, counter };
+        let thunks =
+            Thunks { counters: Counters(AT + (2 << 20)), first: 34, stride: 1, to: counter };
         let block = assemble_thunks(AT, &thunks).unwrap();
         let listing = listing(&block);
         let (counters, exit) = (AT.0 + (2 << 20) + 34 * 8, AT.0 + u64::from(EXIT));
@@ -142,9 +143,9 @@ mod tests {
     #[test]
     fn counters_that_can_not_be_pushed_are_refused() {
         let far = Gva(0xffff_8880_0000_0000);
-        let thunks = Thunks { counters: Counters(far), first: 0, counter: AT };
+        let thunks = Thunks { counters: Counters(far), first: 0, stride: 1, to: AT };
         assert_eq!(assemble_thunks(AT, &thunks).unwrap_err().to, far);
-        let thunks = Thunks { counters: Counters(AT), first: 0, counter: far };
+        let thunks = Thunks { counters: Counters(AT), first: 0, stride: 1, to: far };
         assert_eq!(assemble_thunks(AT, &thunks).unwrap_err().to, far);
     }
 }

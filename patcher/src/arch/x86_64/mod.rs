@@ -7,7 +7,7 @@ use object::elf;
 use super::paging::{AddressSpace, Bits, TableFormat};
 use super::relocation::Relocation;
 use super::{
-    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuArea, CpuNumber, CpuStack,
+    Access, Aggregates, Arch, ByteOrder, CallingConvention, CpuArea, CpuNumber, CpuStack, Gate,
     ImageWindow, KernelPlace, Logger, OutOfReach, PID_BITS, PadBytes, PadState, Pairs, Pattern,
     PerCpuVariable, Prefix, ReturnCount, ReturnExit, ReturnHook, Standing, TaskPaths, TaskStacks,
     TaskWords, Then, ThunkShape, Thunks, Unpaged,
@@ -18,6 +18,7 @@ use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
 mod arguments;
 mod counter;
+mod gate;
 mod measure;
 mod movable;
 mod pads;
@@ -222,6 +223,10 @@ impl Arch for X86_64 {
         then: Then,
     ) -> Result<Vec<u8>, OutOfReach> {
         counter::assemble(at, then)
+    }
+
+    fn assemble_gate(&self, at: Gva, gate: &Gate<'_>) -> Result<Vec<u8>, OutOfReach> {
+        gate::assemble(at, gate)
     }
 
     fn thunk_shape(&self) -> ThunkShape {

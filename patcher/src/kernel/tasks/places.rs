@@ -8,7 +8,7 @@ use super::structure;
 use super::walk::STACK_END;
 use super::{Reader, layout::STACK_SIZES};
 use crate::addr::Gva;
-use crate::arch::{CpuArea, FixedArea, PerCpuVariable, PidPlace, TaskPaths, TaskPlaces};
+use crate::arch::{CommPlace, CpuArea, FixedArea, PerCpuVariable, PidPlace, TaskPaths, TaskPlaces};
 use crate::kernel::types::{Types, TypesError};
 use crate::kernel::{CpuNumberError, Kernel};
 use crate::machine::Machine;
@@ -120,6 +120,28 @@ impl Kernel {
                 }
             }
         }
+    }
+
+    /// Where code finds the name of the current task, which has its number at `pid`.
+    ///
+    /// # Errors
+    /// [`TaskPlaceError`].
+    pub(crate) fn comm_place(
+        &self,
+        ram: &dyn PhysMem,
+        pid: PidPlace,
+    ) -> Result<CommPlace, TaskPlaceError> {
+        let current = match (pid, self.arch().task_paths()) {
+            (PidPlace::Fixed(pid), TaskPaths::FixedArea(area)) => pid - area.pid + area.current,
+            (PidPlace::InTask { current, .. }, _) => current,
+            (PidPlace::Fixed(_), _) => return Err(TaskPlaceError::NoArea),
+        };
+        let comm = match Types::read(ram, self.image(), self.symbols(), self.arch().byte_order()) {
+            Ok(types) => types.offset("task_struct", "comm")?,
+            Err(TypesError::None) => structure::find(&mut Reader::new(self, ram))?.fields.comm,
+            Err(why) => return Err(why.into()),
+        };
+        Ok(CommPlace { current, comm: distance(comm) })
     }
 
     fn per_cpu(

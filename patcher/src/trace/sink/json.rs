@@ -277,24 +277,13 @@ mod tests {
         encoder.words("s", [1, 2].into_iter());
         encoder.push("x", &Value::Unknown);
         encoder.push("", &Value::More);
-        let call = Event { values: encoder.values(), ..EVENTS[1] };
-        let text = lines(&[call]);
-        let line: serde_json::Value = serde_json::from_str(text.lines().nth(1).unwrap()).unwrap();
-        let expected = serde_json::json!({
-            "dfd": -100,
-            "filename": {"address": "0x0000000000000010", "text": "a\\\"\\x01", "cut": true},
-            "arg2": u64::MAX,
-            "type": "PIDTYPE_TGID",
-            "s": ["0x0000000000000001", "0x0000000000000002"],
-            "x": null,
-            "...": null,
-        });
-        assert_eq!(line["args"], expected);
+        let text = lines(&[Event { values: encoder.values(), ..EVENTS[1] }]);
+        let args = r#""args":{"dfd":-100,"filename":{"address":"0x0000000000000010","text":"a\\\"\\x01","cut":true},"arg2":18446744073709551615,"type":"PIDTYPE_TGID","s":["0x0000000000000001","0x0000000000000002"],"x":null,"...":null}"#;
+        assert!(text.contains(args), "{text}");
         let mut encoder = Encoder::default();
         encoder.push("", &Value::Signed(-2));
         let back = EventKind::Return(Return { depth: 0, value: 1, duration_ns: None });
         let text = lines(&[Event { kind: back, values: encoder.values(), ..EVENTS[1] }]);
-        let line: serde_json::Value = serde_json::from_str(text.lines().nth(1).unwrap()).unwrap();
-        assert_eq!((line["ret"].as_i64(), line["error"].as_str()), (Some(-2), Some("ENOENT")));
+        assert!(text.contains(r#","ret":-2,"error":"ENOENT","#), "{text}");
     }
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::super::names::MAX_FUNCTIONS;
 use super::super::select::WantedValues;
+use super::gates::later_gate;
 use super::{ArmError, Look, Tracer, heads};
 use crate::hook::{HookError, Hooks, Method, Want, takes_return};
 use crate::kernel::{Module, ModuleCode, ModuleState, ModulesError, PadsError, Site};
@@ -236,8 +237,12 @@ impl<'m, S> Tracer<'m, S> {
                     continue;
                 };
                 let fits = !later.returns || takes_return(&site).is_ok();
-                if fits && later.filter.selects(&site.name) {
+                if fits
+                    && later.filter.selects(&site.name)
+                    && let Some(gate) = later_gate(hooks, &site, want, later.calls.as_deref())?
+                {
                     slots |= 1 << slot;
+                    want.gate = gate;
                     want.traced = match later.returns {
                         true => Some(Method::Call),
                         false => want.traced.or(Some(later.method)),
@@ -270,6 +275,18 @@ impl<'m, S> Tracer<'m, S> {
         }
         let wants: Vec<(&Site, Want)> =
             chosen.iter().map(|(site, _, want, _)| (site, *want)).collect();
+        for ((site, slots, want, _), index) in chosen.iter().zip(&indices) {
+            let Some(gate) = want.gate else { continue };
+            let counter = hooks.turned_away(site, gate).map_err(ArmError::Hook)?;
+            let clients = self.clients.iter_mut().enumerate();
+            for (_, client) in clients.filter(|(slot, _)| slots & 1 << slot != 0) {
+                let counts =
+                    client.as_mut().map(|client| client.turned_away.get_or_insert_default());
+                if let Some(counts) = counts {
+                    counts.add(hooks, vec![(*index as u32, counter)]).map_err(HookError::Region)?;
+                }
+            }
+        }
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let changed = hooks.change(&wants, Foreign::Refuse, look)?;
         self.names.divide(&heads(&self.readers).into());

@@ -9,6 +9,7 @@ use crate::kernel::{Kernel, MappedRegion};
 use crate::region::{COUNTER_BYTES, COUNTERS_OFFSET, RECORD_BYTES};
 use crate::synthetic::tasks::field;
 use crate::synthetic::{Blueprint, Faulty, Guest, Kind};
+use crate::trace::calls::{self, CallFilter};
 use crate::trace::filter::{Filter, Glob};
 use crate::trace::sink::Context;
 
@@ -602,4 +603,67 @@ fn every_function_of_a_kernel_can_be_counted_and_each_has_its_own_thunk() {
         assert_eq!(pushed[1..], (expected.0 as u32).to_le_bytes());
     }
     assert_eq!(targets.len(), armed.functions);
+}
+
+fn add_filtered<'m>(
+    traced: &'m Traced,
+    hooks: &mut Hooks<'m>,
+    tracer: &mut Tracer<'m, Given>,
+    filter: &str,
+) -> Result<ClientId, ArmError> {
+    let (globs, arguments) = calls::divide(&[filter.to_owned()]).unwrap();
+    let names = Filter { only: globs, except: Vec::new() };
+    let selection = Selection::beside(hooks, &names).unwrap();
+    let filter = CallFilter { arguments, ..CallFilter::default() };
+    let selection = selection.filtered(hooks.kernel(), &traced.guest, &filter).unwrap();
+    tracer.add(hooks, &selection, Given::new()).map(|(client, _)| client)
+}
+
+#[test]
+fn a_function_has_one_filter_of_its_calls_whoever_traces_it() {
+    let traced = Traced::new();
+    let (mut hooks, mut tracer) = traced.tracer();
+    let (large, all) = ("vfs_read: arg3 > 4096", "vfs_read");
+    let first = add_filtered(&traced, &mut hooks, &mut tracer, large).unwrap();
+    let gate = hooks.want(traced.guest.functions[READ].pad).gate;
+    assert!(gate.is_some());
+    for other in [all, "vfs_*: arg3 > 4097"] {
+        let refused = add_filtered(&traced, &mut hooks, &mut tracer, other).unwrap_err();
+        assert!(matches!(refused, ArmError::Hook(HookError::OtherGate(_))), "{refused}");
+    }
+    // Another function is nobody's yet, and the same filter is the same gate.
+    let second = add_filtered(&traced, &mut hooks, &mut tracer, "vfs_write").unwrap();
+    let third = add_filtered(&traced, &mut hooks, &mut tracer, large).unwrap();
+    // Calls are counted in front of it.
+    let (counting, _) = add_counting(&mut hooks, &mut tracer, &["vfs_read"]);
+    let want = Want { traced: Some(Method::Call), counted: true, gate, ..Want::default() };
+    assert_eq!(hooks.want(traced.guest.functions[READ].pad), want);
+
+    // What the gate turns away the guest counts, and each client has what was in its own time.
+    let pads = hooks.pads().unwrap();
+    let site = pads.sites.iter().find(|site| &*site.name == "vfs_read").unwrap();
+    let counter = hooks.turned_away(site, gate.unwrap()).unwrap();
+    let turn_away = |calls| {
+        let at = (COUNTERS_OFFSET + u64::from(counter) * COUNTER_BYTES) as usize;
+        let data = traced.guest.region(Part::Data).memory;
+        data.get_atomic_ref::<AtomicU64>(at).unwrap().fetch_add(calls, Ordering::AcqRel);
+    };
+    turn_away(3);
+    traced.call(0, READ, 10);
+    let finished = end(&mut hooks, &mut tracer, first);
+    assert_eq!(times(&finished), [10]);
+    assert_eq!(finished.summary.turned_away, [("vfs_read".into(), 3)]);
+    turn_away(2);
+    assert_eq!(end(&mut hooks, &mut tracer, third).summary.turned_away[0].1, 5);
+    assert_eq!(end(&mut hooks, &mut tracer, second).summary.turned_away, []);
+    assert_eq!(end(&mut hooks, &mut tracer, counting).summary.turned_away, []);
+
+    // Whoever comes when all of them have gone has another one, or none.
+    let code = hooks.region().code().used();
+    let again = add_filtered(&traced, &mut hooks, &mut tracer, large).unwrap();
+    assert_eq!(hooks.region().code().used(), code);
+    assert_eq!(end(&mut hooks, &mut tracer, again).summary.turned_away, []);
+    let last = add_filtered(&traced, &mut hooks, &mut tracer, all).unwrap();
+    assert_eq!(hooks.want(traced.guest.functions[READ].pad).gate, None);
+    end(&mut hooks, &mut tracer, last);
 }

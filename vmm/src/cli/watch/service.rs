@@ -12,14 +12,15 @@ use patcher::hook::{Hooks, ReleaseError};
 use patcher::kernel::{Kernel, MappedRegion, Pads, PadsError, RecordedTask};
 use patcher::machine::Machine;
 use patcher::region::RegionError;
+use patcher::trace::calls::{self, CallFilter};
 use patcher::trace::filter::{Filter, Glob};
 use patcher::trace::select::{SelectError, Selection, WantedValues, refusals};
 use patcher::trace::session::LAST_RECORDS;
 use patcher::trace::sink::{self, Beginning, Sink};
 use patcher::trace::tracer::{ArmError, Armed, ClientId, Tracer};
 use vmm::control::protocol::{
-    self, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals, TraceInfo,
-    TraceRequest,
+    self, CallsRequest, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals,
+    TraceInfo, TraceRequest,
 };
 use vmm::control::{Command, Outbox, TraceWanted};
 
@@ -458,7 +459,7 @@ impl<'m> Service<'m> {
             self.tracer().map_err(|error| failed(crate::cli::sentence(&error)))?;
         let selection = select(hooks, request).map_err(|error| {
             let kind = match error {
-                SelectError::Filter(_) => RefusalKind::Refused,
+                SelectError::Filter(_) | SelectError::Calls(_) => RefusalKind::Refused,
                 _ => RefusalKind::Failed,
             };
             Refusal::new(kind, error.to_string())
@@ -515,22 +516,26 @@ fn give<T: Copy>(
     }
 }
 
-/// The functions that are asked for.
+/// What a request selects in this kernel.
 fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, SelectError> {
-    let globs = |globs: &[String]| globs.iter().map(|glob| Glob::new(glob)).collect();
-    let filter = Filter { only: globs(&request.filter), except: globs(&request.notrace) };
+    let (only, arguments) = calls::divide(&request.filter)?;
+    let except = request.notrace.iter().map(|glob| Glob::new(glob)).collect();
+    let filter = Filter { only, except };
     let selection = match request.method {
         Method::Call => Selection::beside(hooks, &filter)?,
         Method::Trap => Selection::trapping(hooks, &filter)?,
     };
     let values = WantedValues { arguments: request.args, returned: request.ret };
     let selection = Selection { values, ..selection };
-    Ok(match request.tracer {
+    let selection = match request.tracer {
         protocol::Tracer::Func => selection,
-        protocol::Tracer::Count => Selection { counts: true, ..selection },
-        protocol::Tracer::Latency => selection.measured(),
+        protocol::Tracer::Count => return Ok(Selection { counts: true, ..selection }),
+        protocol::Tracer::Latency => return Ok(selection.measured()),
         protocol::Tracer::Graph => selection.with_returns((&request.graph).into()),
-    })
+    };
+    let CallsRequest { pids, comm, one_in, per_second } = request.calls.clone();
+    let calls = CallFilter { pids, comm, arguments, one_in, per_second };
+    Ok(selection.filtered(hooks.kernel(), hooks.machine(), &calls)?)
 }
 
 /// What is said of a trace that begins.

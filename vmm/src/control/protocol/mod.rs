@@ -17,8 +17,8 @@ pub use patches::{
     Patch, PatchRequest, PatchState, Patched, RevertRequest, Reverted, Stander, Waiting,
 };
 pub use traces::{
-    Armed, BatchHeader, CALL_BYTES, Call, End, EndReason, GraphRequest, MAX_BEHIND,
-    MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo, TraceRequest, Tracer,
+    Armed, BatchHeader, CALL_BYTES, Call, CallsRequest, End, EndReason, GraphRequest, MAX_BEHIND,
+    MAX_ONE_IN, MAX_OUTSTANDING, Method, NONE, Totals, TraceInfo, TraceRequest, Tracer,
 };
 
 /// The one version of the protocol that there is.

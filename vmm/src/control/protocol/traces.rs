@@ -1,7 +1,9 @@
 //! What is said of a trace.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use patcher::trace::calls::{self, MAX_PIDS};
 use patcher::trace::filter::Glob;
 use patcher::trace::graph;
 use patcher::trace::sink::{self, Context, EventKind, Values};
@@ -12,11 +14,12 @@ use super::MAX_GLOBS;
 use super::counts::{COUNT_INTERVALS, CountRequest};
 
 /// What is to be traced.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TraceRequest {
     /// How.
     pub tracer: Tracer,
-    /// Globs of the functions to trace; all if there are none.
+    /// Globs of the functions to trace, each perhaps with what is asked of their arguments; all if there are
+    /// none.
     #[serde(default)]
     pub filter: Vec<String>,
     /// Globs of the functions not to trace.
@@ -37,6 +40,9 @@ pub struct TraceRequest {
     /// When counts or latencies are wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
     pub count: CountRequest,
+    /// Which calls are traced; of no meaning to the tracer that counts.
+    #[serde(default, skip_serializing_if = "CallsRequest::is_all")]
+    pub calls: CallsRequest,
 }
 
 impl TraceRequest {
@@ -65,6 +71,19 @@ impl TraceRequest {
                            not by traps";
             return Err(message.into());
         }
+        let arguments = self.filter.iter().any(|filter| calls::has_expression(filter));
+        if arguments || !self.calls.is_all() {
+            if matches!(self.tracer, Tracer::Count | Tracer::Latency) {
+                let message = "all calls are counted and measured: the tracers count and latency take no \
+                               filter of calls, only names of functions";
+                return Err(message.into());
+            }
+            if self.method == Method::Trap {
+                let message = "calls are filtered in the guest by the method call, not by traps";
+                return Err(message.into());
+            }
+        }
+        self.calls.check()?;
         if self.tracer == Tracer::Count && self.method == Method::Trap {
             return Err("calls are counted by the method call, not by traps".into());
         }
@@ -117,6 +136,45 @@ impl GraphRequest {
         *self == Self::default()
     }
 }
+
+/// Which calls of the functions are wanted. What is not is left out by the guest itself.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct CallsRequest {
+    /// Those of tasks with these numbers; of all if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pids: Vec<u32>,
+    /// Those of tasks with that name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comm: Option<String>,
+    /// Of each function one in so many.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub one_in: Option<u32>,
+    /// Of each function at most so many a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub per_second: Option<u32>,
+}
+
+impl CallsRequest {
+    fn is_all(&self) -> bool {
+        *self == Self::default()
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.pids.len() > MAX_PIDS {
+            return Err(format!("calls are filtered by at most {MAX_PIDS} tasks' numbers"));
+        }
+        let counts = [self.one_in, self.per_second];
+        if counts.into_iter().flatten().any(|calls| calls == 0 || calls > MAX_ONE_IN) {
+            return Err(format!(
+                "one call in so many, and so many a second, are numbers from 1 to {MAX_ONE_IN}"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The largest number that one call in so many is asked for by, and so many a second.
+pub const MAX_ONE_IN: u32 = 1_000_000_000;
 
 /// How calls of a function are noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -312,18 +370,34 @@ pub struct Totals {
     /// Calls of which no return was recorded, since as many as can be were out at the same time.
     #[serde(default)]
     pub without_slot: u64,
+    /// Functions of which the guest itself has left out calls, and how many, most first;
+    /// [`MAX_OUTSTANDING`] at most.
+    #[serde(default)]
+    pub turned_away: Vec<(String, u64)>,
+    /// Calls of others that it has left out.
+    #[serde(default)]
+    pub others_turned_away: u64,
 }
 
-/// Functions that an end names at most of which calls have not returned.
+/// Functions that an end names at most of which calls have not returned, or were left out.
 pub const MAX_OUTSTANDING: usize = 16;
+
+/// The first of them by their names, and what the others come to.
+fn first(functions: &[(Arc<str>, u64)]) -> (Vec<(String, u64)>, u64) {
+    let (named, others) = functions.split_at(functions.len().min(MAX_OUTSTANDING));
+    let named = named.iter().map(|(name, count)| (name.to_string(), *count)).collect();
+    (named, others.iter().fold(0, |sum, (_, count)| sum.saturating_add(*count)))
+}
 
 impl From<&Summary> for Totals {
     fn from(summary: &Summary) -> Self {
-        let (named, others) =
-            summary.outstanding.split_at(summary.outstanding.len().min(MAX_OUTSTANDING));
+        let (outstanding, others_outstanding) = first(&summary.outstanding);
+        let (turned_away, others_turned_away) = first(&summary.turned_away);
         Self {
-            outstanding: named.iter().map(|(name, count)| (name.to_string(), *count)).collect(),
-            others_outstanding: others.iter().map(|(_, count)| count).sum(),
+            outstanding,
+            others_outstanding,
+            turned_away,
+            others_turned_away,
             lost_returns: summary.lost_returns,
             lost_calls: summary.lost_calls,
             without_slot: summary.without_slot,

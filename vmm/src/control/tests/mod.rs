@@ -106,10 +106,7 @@ fn request() -> TraceRequest {
         filter: vec!["a*".into()],
         notrace: vec![],
         method: protocol::Method::Call,
-        graph: protocol::GraphRequest::default(),
-        args: false,
-        ret: false,
-        count: protocol::CountRequest::default(),
+        ..TraceRequest::default()
     }
 }
 
