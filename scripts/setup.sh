@@ -20,7 +20,6 @@ packages=(
                              # their kernels
     kmod xz-utils zstd lz4   # module dependencies, packed modules, packed kernels
     cpio                     # lists archives in tests, as an independent reader
-    trace-cmd protobuf-compiler  # read traces in tests, likewise
     trace-cmd protobuf-compiler    # read our traces in tests, likewise
     debian-archive-keyring   # signatures of the suites that kernels come from
     ca-certificates

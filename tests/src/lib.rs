@@ -10,6 +10,7 @@ pub mod guest;
 pub mod lab;
 pub mod latency;
 pub mod patched;
+pub mod recorder;
 pub mod redirects;
 pub mod samples;
 pub mod side_by_side;

@@ -17,6 +17,7 @@ use patcher::trace::sink::{Beginning, Event, Sink};
 use tests::emulated::{Folder, a_panic_is_told, every_call_makes_one_record, wait_for_kernel};
 use tests::graph::the_tree_is_the_guests_own;
 use tests::guest::{Transcript, complaints, text};
+use tests::recorder;
 use vmm::devices::Console;
 use vmm::qemu::{Architecture, GuestExit, Launch, Qemu};
 
@@ -232,4 +233,9 @@ fn what_is_filtered_out_never_leaves_the_guest() {
 #[test]
 fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
     the_tree_is_the_guests_own(Aarch64, Series::V6_1);
+}
+
+#[test]
+fn the_last_calls_before_a_panic_are_kept() {
+    recorder::the_last_calls_before_a_panic_are_kept(Aarch64, Series::V6_1);
 }

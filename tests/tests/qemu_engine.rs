@@ -14,6 +14,7 @@ use tests::emulated::{
 };
 use tests::graph::the_tree_is_the_guests_own;
 use tests::lab::Trace;
+use tests::recorder;
 use vmm::devices::Console;
 use vmm::qemu::{Architecture, GuestExit, Launch, Qemu, QemuError};
 
@@ -186,4 +187,9 @@ fn what_cannot_be_started_is_said_in_one_sentence() {
     fs::write(&text, "no kernel").unwrap();
     let error = refused(Launch::new(Architecture::X86_64, text)).to_string();
     assert!(error.starts_with("QEMU cannot run this guest: it ended with status 1"), "{error}");
+}
+
+#[test]
+fn the_last_calls_before_a_panic_are_kept() {
+    recorder::the_last_calls_before_a_panic_are_kept(X86_64, Series::V6_1);
 }

@@ -6,6 +6,7 @@ use tests::emulated::{
     a_panic_is_told, every_call_makes_one_record, every_function_is_armed_and_put_back,
 };
 use tests::graph::the_tree_is_the_guests_own;
+use tests::recorder;
 
 #[test]
 fn every_call_of_a_6_1_kernel_makes_one_record() {
@@ -41,4 +42,9 @@ fn what_is_filtered_out_never_leaves_the_guest() {
 #[test]
 fn the_tree_of_calls_is_the_one_that_the_guest_sees_itself() {
     the_tree_is_the_guests_own(S390x, Series::V6_1);
+}
+
+#[test]
+fn the_last_calls_before_a_panic_are_kept() {
+    recorder::the_last_calls_before_a_panic_are_kept(S390x, Series::V6_1);
 }

@@ -42,7 +42,7 @@ pub use mapping::{
 pub use module_code::{ModuleCode, ModulePlace};
 pub use modules::{Module, ModuleState, ModuleSymbols, ModulesError};
 pub use pads::{Pad, Pads, PadsError, Refusal, Refused, Site, judge_pad};
-pub use probes::{CpuNumberError, ReturnFormError, Unready};
+pub use probes::{CpuNumberError, PanicCpu, ReturnFormError, Unready};
 pub use records::RecordsError;
 pub use symbols::{Place, Symbol, Symbols};
 pub(crate) use tasks::Reader;

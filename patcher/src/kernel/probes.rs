@@ -85,6 +85,14 @@ pub enum CpuNumberError {
     },
 }
 
+/// Where a kernel has the number of the CPU that panics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PanicCpu {
+    at: Gva,
+    /// By its name, and not by what its text does.
+    is_named: bool,
+}
+
 /// How much text is looked at for returns, in bytes: about a thousand functions.
 const RETURN_SAMPLE: u64 = 1 << 20;
 
@@ -263,17 +271,39 @@ impl Kernel {
     /// # Errors
     /// [`VariableError`].
     pub fn panicked(&self, ram: &dyn PhysMem) -> Result<Option<u32>, VariableError> {
+        self.panicked_by(ram, &self.panic_cpu(ram)?)
+    }
+
+    /// Where the kernel has the number of the CPU that panics. It stays there: whoever asks often finds it
+    /// once, and asks by [`Kernel::panicked_by`].
+    ///
+    /// # Errors
+    /// [`VariableError`].
+    pub fn panic_cpu(&self, ram: &dyn PhysMem) -> Result<PanicCpu, VariableError> {
         let symbol = "panic_cpu";
         let named = self.symbols.address(symbol);
         let at = named.or_else(|| self.panic_cpu_in_text(ram));
         let at = at.ok_or(VariableError::NoSymbol { symbol })?;
+        Ok(PanicCpu { at, is_named: named.is_some() })
+    }
+
+    /// The same as [`Kernel::panicked`], where it is known by what that is told.
+    ///
+    /// # Errors
+    /// [`VariableError`].
+    pub fn panicked_by(
+        &self,
+        ram: &dyn PhysMem,
+        panic_cpu: &PanicCpu,
+    ) -> Result<Option<u32>, VariableError> {
+        let symbol = "panic_cpu";
         let mut cpu = [0; 4];
-        self.read_virt(ram, at, &mut cpu)
+        self.read_virt(ram, panic_cpu.at, &mut cpu)
             .map_err(|source| VariableError::Unreadable { symbol, source })?;
         match self.arch.byte_order().u32(cpu) {
             // PANIC_CPU_INVALID is -1.
             u32::MAX => Ok(None),
-            cpu if named.is_some() || cpu < MAX_CPUS => Ok(Some(cpu)),
+            cpu if panic_cpu.is_named || cpu < MAX_CPUS => Ok(Some(cpu)),
             // What is no number of a CPU is another variable.
             _ => Err(VariableError::NoSymbol { symbol }),
         }

@@ -28,6 +28,8 @@ pub struct Summary {
     /// Records that came too late to be read, by CPU. Which functions they were of is not known: if
     /// others trace the guest too, they may be theirs.
     pub lost: Vec<u64>,
+    /// Of a client that overwrites: records that later ones have taken the place of, by CPU; likewise.
+    pub overwritten: Vec<u64>,
     /// Records that were reserved and never written, by CPU; likewise.
     pub unwritten: Vec<u64>,
     /// Events given out behind later ones.
@@ -57,10 +59,16 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Records that are missing in the trace.
+    /// Records that are missing in the trace, where it was not wanted that they are.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         self.overrun + self.lost.iter().chain(&self.unwritten).sum::<u64>()
+    }
+
+    /// Records that there were: those in the trace and those that are missing.
+    #[must_use]
+    pub fn entries(&self) -> u64 {
+        self.events + self.dropped() + self.overwritten.iter().sum::<u64>()
     }
 }
 
@@ -75,6 +83,8 @@ pub(super) struct Client<S> {
     pub values: WantedValues,
     /// What it has counted, if it counts.
     pub counts: Option<Counts>,
+    /// Its records stay in the rings until they are asked for.
+    pub overwrites: bool,
     /// The calls of its functions that the guest leaves out.
     pub turned_away: Option<Counts>,
     /// How long calls took, if it measures that.
@@ -159,6 +169,7 @@ impl<S> Client<S> {
             graph,
             values: later.values,
             counts,
+            overwrites: false,
             turned_away: None,
             latencies: None,
             slots_missed: 0..0,
@@ -178,6 +189,14 @@ impl<S> Client<S> {
             last_time: 0,
             later,
         }
+    }
+
+    /// Another with the same records, to which none was given yet.
+    pub fn anew(&self) -> Client<()> {
+        let graph = self.graph.as_ref().map(Graph::anew);
+        let (from, later) = (self.from.clone(), self.later.clone());
+        let client = Client::new(self.id, (), (graph, None), from, Vec::new(), later);
+        Client { to: self.to.clone(), overwrites: self.overwrites, ..client }
     }
 
     /// No record from these indices on, by CPU, is its own. Only the first call counts.
@@ -208,7 +227,8 @@ impl<S> Client<S> {
         self.range(usize::from(record.cpu)).contains(&record.index)
     }
 
-    /// Takes note of what `reader` has lost in its last pass.
+    /// Takes note of what `reader` has lost in its last pass. Where nothing but the last is to be kept,
+    /// open calls are told of it by whoever gives out the records behind it.
     pub fn note_losses(&mut self, cpu: usize, reader: &RingReader) {
         let own = self.range(cpu);
         let overlap =
@@ -226,7 +246,7 @@ impl<S> Client<S> {
                 more -= overlap - calls;
                 self.lost[cpu] += calls;
                 self.gaps[cpu].lost(lost.end.min(own.end), calls);
-                if let Some(graph) = &mut self.graph {
+                if let Some(graph) = self.graph.as_mut().filter(|_| !self.overwrites) {
                     graph.lose();
                 }
             }
@@ -241,6 +261,20 @@ impl<S> Client<S> {
         let Continuations { read, lost } = self.continuations[cpu];
         let of_others = counted(&self.from).unwrap_or(until);
         until.saturating_sub(of_others).saturating_sub(read).saturating_sub(lost)
+    }
+
+    /// How many records of its own there were until those heads, of its functions or of others.
+    pub fn records(&self, readers: &[RingReader]) -> u64 {
+        let until = |(cpu, reader): (usize, &RingReader)| {
+            let own = self.range(cpu);
+            reader.head().min(own.end).saturating_sub(own.start)
+        };
+        readers.iter().enumerate().map(until).sum()
+    }
+
+    /// Takes note that so many of its events are given to nobody any more.
+    pub fn leave_out(&mut self, events: u64) {
+        self.overrun += events;
     }
 
     /// Records of its own, or of others, that are reserved in that ring and not written.
@@ -313,6 +347,10 @@ impl<S> Client<S> {
         };
         let outstanding = self.graph.as_ref().map(Graph::outstanding).unwrap_or_default();
         let outstanding = outstanding.into_iter().map(|(index, calls)| (index as usize, calls));
+        let (lost, overwritten) = match self.overwrites {
+            true => (Vec::new(), lost),
+            false => (lost, Vec::new()),
+        };
         let outstanding = outstanding.chain(self.latencies.iter().flat_map(Latencies::outstanding));
         let (lost_returns, lost_calls) = self.graph.as_ref().map_or((0, 0), Graph::unmatched);
         Summary {
@@ -325,6 +363,7 @@ impl<S> Client<S> {
                 + self.latencies.as_ref().map_or(0, Latencies::set_back),
             overrun: self.overrun,
             lost,
+            overwritten,
             unwritten,
             late: self.late,
             corrupt: readers.iter().filter_map(RingReader::corrupt).cloned().collect(),

@@ -66,8 +66,8 @@ struct Open {
     function: u32,
     /// How deep it is shown, if it is.
     depth: Option<u32>,
-    time_ns: u64,
-    parent: u64,
+    /// When it was made, and its caller; `None` if its record is not there any more.
+    made: Option<(u64, u64)>,
     /// How often records had been lost before it.
     losses: u64,
 }
@@ -122,15 +122,31 @@ impl Graph {
         let keep = if keep >= MAX_OPEN { 0 } else { keep };
         self.lost_returns += (open.len() - keep) as u64;
         open.truncate(keep);
-        let depth = match open.last() {
-            _ if self.options.functions.is_empty() => Some(open.len() as u32),
-            Some(Open { depth: Some(depth), .. }) => Some(depth + 1),
-            _ => self.roots.contains(&entered.function).then_some(0),
-        };
         let Entered { function, time_ns, parent, .. } = entered;
-        open.push(Open { function, depth, time_ns, parent, losses });
+        let depth = depth_in(open, function, (&self.options, &self.roots));
+        open.push(Open { function, depth, made: Some((time_ns, parent)), losses });
         let depth = depth.filter(|_| self.options.threshold_ns.is_none())?;
         self.is_shown(depth).then_some(EventKind::Entry { depth })
+    }
+
+    /// Takes note that a task was in these calls, the outermost first, whose records are not there any more:
+    /// those of their returns are.
+    pub fn assume(&mut self, task: TaskKey, functions: impl Iterator<Item = u32>) {
+        let open = self.tasks.entry(task).or_default();
+        for function in functions.take(MAX_OPEN) {
+            let depth = depth_in(open, function, (&self.options, &self.roots));
+            open.push(Open { function, depth, made: None, losses: self.losses });
+        }
+    }
+
+    /// For the same records, of which all is given out.
+    pub fn of_everything(&self) -> Self {
+        Self::new(Options::default(), FxHashSet::default())
+    }
+
+    /// With the same options, and nothing seen yet.
+    pub fn anew(&self) -> Self {
+        Self::new(self.options.clone(), self.roots.clone())
     }
 
     fn is_shown(&self, depth: u32) -> bool {
@@ -154,13 +170,16 @@ impl Graph {
         let call = open[position];
         self.lost_returns += (open.len() - position - 1) as u64;
         open.truncate(position);
+        self.lost_calls += u64::from(call.made.is_none());
         let depth = call.depth.filter(|depth| self.is_shown(*depth))?;
-        let duration = time_ns.saturating_sub(call.time_ns);
-        if self.options.threshold_ns.is_some_and(|threshold| duration < threshold) {
+        let duration_ns = call.made.map(|(made, _)| time_ns.saturating_sub(made));
+        if let Some(threshold) = self.options.threshold_ns
+            && duration_ns.is_none_or(|duration| duration < threshold)
+        {
             return None;
         }
-        let kind = EventKind::Return(Return { depth, value, duration_ns: Some(duration) });
-        Some(Left { kind, parent: Some(call.parent) })
+        let kind = EventKind::Return(Return { depth, value, duration_ns });
+        Some(Left { kind, parent: call.made.map(|(_, parent)| parent) })
     }
 
     /// A return from a call that is not known: it was made before the trace began, or its record was lost.
@@ -193,6 +212,19 @@ impl Graph {
     }
 }
 
+/// How deep a call of that function in these open calls is shown, if it is.
+fn depth_in(
+    open: &[Open],
+    function: u32,
+    (options, roots): (&Options, &FxHashSet<u32>),
+) -> Option<u32> {
+    match open.last() {
+        _ if options.functions.is_empty() => Some(open.len() as u32),
+        Some(Open { depth: Some(depth), .. }) => Some(depth + 1),
+        _ => roots.contains(&function).then_some(0),
+    }
+}
+
 /// How many of a task's open calls are still open when it makes a call.
 fn still_open(open: &[Open], entered: &Entered, losses: u64) -> usize {
     if let Some(caller) = entered.caller
@@ -203,7 +235,8 @@ fn still_open(open: &[Open], entered: &Entered, losses: u64) -> usize {
     // What was open when records were lost, and is called again from the same place: a call returns more
     // often than it calls itself.
     let again = |open: &Open| {
-        open.losses < losses && (open.function, open.parent) == (entered.function, entered.parent)
+        let parent = open.made.map(|(_, parent)| parent);
+        open.losses < losses && (open.function, parent) == (entered.function, Some(entered.parent))
     };
     open.iter().position(again).unwrap_or(open.len())
 }

@@ -133,7 +133,42 @@ impl RingReader {
         cpu: usize,
         order: ByteOrder,
     ) -> Result<Self, RingCorrupt> {
-        let mut reader = Self {
+        let mut reader = Self::anywhere(layout, cpu, order);
+        let memory = reader.memory(window)?;
+        let (continuations, head) = (memory.continuations(), memory.head(Ordering::Acquire));
+        reader.continuations = continuations;
+        reader.next = head;
+        reader.head = head;
+        Ok(reader)
+    }
+
+    /// A reader of what the ring still holds of the records with indices in `range`, up to the head as it
+    /// is now. What it no longer holds of them is found lost.
+    #[must_use]
+    pub fn over(
+        window: &VolatileSlice<'_>,
+        layout: RingLayout,
+        cpu: usize,
+        order: ByteOrder,
+        range: Range<u64>,
+    ) -> Self {
+        let mut reader =
+            Self { next: range.start, head: range.start, ..Self::anywhere(layout, cpu, order) };
+        let memory = reader.memory(window);
+        let memory = memory.map(|memory| (memory.continuations(), memory.head(Ordering::Acquire)));
+        match memory.map(|(continuations, head)| {
+            reader.continuations = continuations;
+            head
+        }) {
+            Ok(head) if head >= range.start => reader.head = head.min(range.end.max(range.start)),
+            Ok(head) => reader.give_up(RingCorrupt::Head { cpu, from: range.start, to: head }),
+            Err(corrupt) => reader.give_up(corrupt),
+        }
+        reader
+    }
+
+    fn anywhere(layout: RingLayout, cpu: usize, order: ByteOrder) -> Self {
+        Self {
             cpu,
             layout,
             order,
@@ -146,13 +181,7 @@ impl RingReader {
             continuations: 0,
             continuations_read: Vec::new(),
             corrupt: None,
-        };
-        let memory = reader.memory(window)?;
-        let (continuations, head) = (memory.continuations(), memory.head(Ordering::Acquire));
-        reader.continuations = continuations;
-        reader.next = head;
-        reader.head = head;
-        Ok(reader)
+        }
     }
 
     /// Records that were written and could not be read in time.

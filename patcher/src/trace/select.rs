@@ -21,6 +21,9 @@ pub struct Selection {
     pub counts: bool,
     /// Which values are told.
     pub values: WantedValues,
+    /// Whether records stay in the rings, where later ones overwrite them, until they are asked for: see
+    /// [`Tracer::hold`](super::tracer::Tracer::hold).
+    pub overwrite: bool,
     /// Which of their calls are traced; `None` if all are. Counts are of all calls.
     pub calls: Option<CallConditions>,
     /// Whether it is only added up how long their calls take.
@@ -184,6 +187,7 @@ impl Selection {
             graph: None,
             counts: false,
             measures: false,
+            overwrite: false,
             calls: None,
             values: WantedValues::default(),
             sites,

@@ -25,6 +25,8 @@ pub struct Session<'m> {
     hooks: Hooks<'m>,
     tracer: Tracer<'m, ()>,
     client: ClientId,
+    /// Its records stay in the rings until it ends.
+    overwrites: bool,
 }
 
 impl<'m> Session<'m> {
@@ -42,7 +44,8 @@ impl<'m> Session<'m> {
         let mut hooks = Hooks::new(machine, kernel, region);
         let mut tracer = Tracer::new(&mut hooks)?;
         let (client, armed) = tracer.add(&mut hooks, selection, ())?;
-        Ok((Self { hooks, tracer, client }, armed))
+        let overwrites = selection.overwrite;
+        Ok((Self { hooks, tracer, client, overwrites }, armed))
     }
 
     /// Takes what the rings hold and gives out what is in order by now.
@@ -94,6 +97,9 @@ impl<'m> Session<'m> {
     /// What the sink says; the summary is complete all the same.
     pub fn finish(mut self, sink: &mut dyn Sink) -> (Summary, io::Result<()>) {
         let until = Instant::now() + LAST_RECORDS;
+        if self.overwrites {
+            return self.finish_held(sink, until);
+        }
         let mut result = self.drain(sink);
         while result.is_ok() && !self.tracer.is_settled(self.client) && Instant::now() < until {
             thread::sleep(Duration::from_millis(5));
@@ -108,5 +114,25 @@ impl<'m> Session<'m> {
             None => sink.end(summary.events, entries),
         };
         (summary, result)
+    }
+
+    /// The same for one whose records are all still in the rings.
+    fn finish_held(mut self, sink: &mut dyn Sink, until: Instant) -> (Summary, io::Result<()>) {
+        let Self { hooks, tracer, client, .. } = &mut self;
+        let mut held = loop {
+            let held = tracer.hold(hooks, *client).expect("it overwrites");
+            if held.unwritten() == 0 || Instant::now() >= until {
+                break held;
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let all = held.left();
+        tracer.give_held(&mut held, all, None, |(), event| sink.event(event));
+        let finished = tracer.finish_held(held).expect("only this ends the client");
+        let result = match finished.failure {
+            Some(failure) => Err(failure),
+            None => sink.end(finished.summary.events, finished.summary.entries()),
+        };
+        (finished.summary, result)
     }
 }

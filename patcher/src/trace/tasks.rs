@@ -91,6 +91,22 @@ impl<'k> Tasks<'k> {
         }
     }
 
+    /// Reads the lists if it is time, though no record is looked at: tasks that have records may have ended
+    /// when these are.
+    pub fn remember(&mut self, ram: &dyn PhysMem, now: Instant) {
+        if self.places.pid.is_some() && now >= self.rested && now >= self.stale {
+            self.read(&[], ram);
+        }
+    }
+
+    /// Takes note of the tasks in records that are given out now, and reads the lists whenever that was
+    /// done last.
+    pub fn meet_last(&mut self, records: &[RawRecord], ram: &dyn PhysMem) {
+        if self.places.pid.is_some() {
+            self.read(records, ram);
+        }
+    }
+
     fn read(&mut self, records: &[RawRecord], ram: &dyn PhysMem) {
         if self.layout.is_none() {
             self.layout = self.kernel.task_layout(ram).ok();

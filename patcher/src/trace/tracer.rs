@@ -10,6 +10,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vm_memory::VolatileSlice;
+
 use super::client::{Client, Heads, Later};
 use super::counts::Counts;
 use super::graph::Graph;
@@ -31,11 +33,13 @@ use crate::region::{Histogram, Part, RegionError, RingLayout};
 
 mod gates;
 mod modules;
+mod recorder;
 
 pub use super::client::Summary;
 use gates::Gated;
 use modules::Modules;
 pub use modules::{ModuleChange, ModuleNews};
+pub use recorder::Held;
 
 mod events;
 mod values;
@@ -287,6 +291,7 @@ impl<'m, S> Tracer<'m, S> {
         };
         let heads = Heads::of(&self.readers);
         let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
+        client.overwrites = selection.overwrite;
         client.turned_away = turned_away;
         client.latencies = latencies;
         if client.takes_returns() {
@@ -451,7 +456,8 @@ impl<'m, S> Tracer<'m, S> {
     }
 
     /// Takes what the rings hold and gives out what is in order by now: each event to the sinks of
-    /// those clients that trace its function, by `give`. Tells how many records there were.
+    /// those clients that trace its function, by `give`. Tells how many records there were. Of those that
+    /// are given nothing until they ask ([`Tracer::hold`]) nothing is read.
     ///
     /// An error of `give` ends what that client is given, except [`io::ErrorKind::WouldBlock`]; see
     /// [`Sink::event`](super::sink::Sink::event).
@@ -464,25 +470,18 @@ impl<'m, S> Tracer<'m, S> {
         let window = self.machine.region(Part::Rings);
         look(self.machine, &mut self.readers);
         let now = Instant::now();
+        if self.clients.iter().flatten().all(|client| client.overwrites) {
+            self.tasks.remember(self.machine.ram(), now);
+            return 0;
+        }
         let mut taken = 0;
         for (cpu, reader) in self.readers.iter_mut().enumerate() {
             let records = self.merger.incoming();
             let before = records.len();
-            while !reader.read(&window.memory, records, READ_AT_ONCE) {}
-            // What no site can have written, the guest has.
-            let names = &self.names;
-            let is_strange = |record: &RawRecord| {
-                names.record_of(record).is_none() && !names.may_be_earlier(record.ip)
-            };
-            let strange = records[before..].iter().position(is_strange);
-            if let Some(strange) = strange {
-                let ip = records[before + strange].ip;
-                records.truncate(before + strange);
-                reader.give_up(RingCorrupt::Function { cpu, ip });
-            }
+            read_ring(reader, &window.memory, cpu, &self.names, records);
             taken += records.len() - before;
             self.tasks.meet(&records[before..], self.machine.ram(), now);
-            for client in self.clients.iter_mut().flatten() {
+            for client in self.clients.iter_mut().flatten().filter(|client| !client.overwrites) {
                 client.note_losses(cpu, reader);
             }
         }
@@ -499,6 +498,7 @@ impl<'m, S> Tracer<'m, S> {
                 let slot = slots.trailing_zeros() as usize;
                 slots &= slots - 1;
                 if let Some(client) = &mut clients[slot]
+                    && !client.overwrites
                     && client.owns(record)
                     && let Some(event) = told.event(client.graph.as_mut(), names, tasks, ticks)
                 {
@@ -529,7 +529,8 @@ impl<'m, S> Tracer<'m, S> {
         let client = self.clients[slot].as_ref();
         let pending = |client: &Client<S>| {
             let mut rings = self.readers.iter().enumerate();
-            rings.any(|(cpu, reader)| client.pending(cpu, reader) > 0)
+            // Whoever asks for what is held sees himself what is not written of it.
+            !client.overwrites && rings.any(|(cpu, reader)| client.pending(cpu, reader) > 0)
         };
         !client.is_some_and(pending)
     }
@@ -547,7 +548,7 @@ impl<'m, S> Tracer<'m, S> {
         let (memory, encoder) =
             (memory(self.kernel, self.machine, &self.prototypes), &mut self.encoder);
         let mut last: Vec<Told<'_>> = (self.merger.held().iter())
-            .filter(|record| client.owns(record))
+            .filter(|record| !client.overwrites && client.owns(record))
             .filter_map(|record| Told::of(record, names))
             .filter(|told| members[told.index].heard_by & 1 << slot != 0)
             .collect();
@@ -610,7 +611,10 @@ impl<'m, S> Tracer<'m, S> {
     pub fn progress(&self, client: ClientId) -> Option<Progress<'_, S>> {
         let client = self.clients[self.slot(client)?].as_ref()?;
         Some(Progress {
-            events: client.events(),
+            events: match client.overwrites {
+                true => client.records(&self.readers),
+                false => client.events(),
+            },
             missed: client.missed(),
             sink: &client.sink,
             failure: client.failure.as_ref(),
@@ -645,7 +649,7 @@ impl<'m, S> Tracer<'m, S> {
 /// Where a client's trace stands.
 #[derive(Debug)]
 pub struct Progress<'a, S> {
-    /// Events that the client has taken.
+    /// Events that the client has taken; of one that overwrites, records until now.
     pub events: u64,
     /// Those that it had no room for, and records that were lost.
     pub missed: u64,
@@ -682,6 +686,26 @@ const READ_AT_ONCE: usize = 1 << 16;
 /// The address that the records of the site at `at` carry: the one behind its instruction.
 fn record_ip(at: Gva, instruction: &[u8]) -> Gva {
     at + instruction.len() as u64
+}
+
+/// Appends to `records` what a ring holds that was not read yet. What no site can have written, the guest
+/// has: nothing is believed from there on.
+fn read_ring(
+    reader: &mut RingReader,
+    window: &VolatileSlice<'_>,
+    cpu: usize,
+    names: &Names<'_>,
+    records: &mut Vec<RawRecord>,
+) {
+    let before = records.len();
+    while !reader.read(window, records, READ_AT_ONCE) {}
+    let is_strange =
+        |record: &RawRecord| names.record_of(record).is_none() && !names.may_be_earlier(record.ip);
+    if let Some(strange) = records[before..].iter().position(is_strange) {
+        let ip = records[before + strange].ip;
+        records.truncate(before + strange);
+        reader.give_up(RingCorrupt::Function { cpu, ip });
+    }
 }
 
 /// Looks at the heads of the rings while the guest stands.

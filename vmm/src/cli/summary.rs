@@ -61,25 +61,47 @@ pub fn progress(events: u64, lost: u64, lasted: Duration) -> String {
     format!("{}, {} lost, {seconds} s; Ctrl-C ends", counted(events, "event"), grouped(lost))
 }
 
+/// What is said of a trace that keeps only the last calls.
+pub const RECORDING: &str = "only the last calls are kept; they are written when the trace ends, when the \
+                             guest crashes, and by vmm trace NAME snapshot";
+
+/// What is shown while such a trace goes on.
+pub fn recording(calls: u64, lasted: Duration) -> String {
+    let seconds = lasted.as_secs();
+    format!("{}, the last are kept, {seconds} s; Ctrl-C ends", counted(calls, "record"))
+}
+
+/// What is said when the kernel panics meanwhile.
+pub fn held_at_panic(records: u64) -> String {
+    format!("the guest's kernel panics; the last {} are written out", counted(records, "record"))
+}
+
 /// What a trace of that length came to, with the calls of each function, most first: several lines,
 /// each ended.
 pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Duration) -> String {
     let seconds = lasted.as_secs_f64();
     let rate = if seconds > 0.0 { totals.events as f64 / seconds } else { 0.0 };
-    let mut text = String::new();
-    // Writing to a String does not fail.
-    let _ = writeln!(
-        text,
-        "{} in {seconds:.1} s ({} a second), {} lost",
-        counted(totals.events, "event"),
-        grouped(rate.round() as u64),
-        grouped(totals.dropped())
-    );
+    let (events, lost) = (counted(totals.events, "event"), grouped(totals.dropped()));
+    let mut text = match totals.overwritten.is_empty() {
+        true => {
+            let rate = grouped(rate.round() as u64);
+            format!("{events} in {seconds:.1} s ({rate} a second), {lost} lost\n")
+        }
+        false => {
+            let entries = grouped(totals.entries());
+            format!("{events} kept of {entries} in {seconds:.1} s, {lost} lost\n")
+        }
+    };
     if totals.overrun > 0 {
         let count = counted(totals.overrun, "event");
         let _ = writeln!(text, "  missed {count} that came faster than they could be written out");
     }
     for (title, each, advice) in [
+        (
+            "over",
+            &totals.overwritten,
+            " overwritten by later ones; a larger --ring-size of vmm run would keep more",
+        ),
         (
             "lost",
             &totals.lost,
@@ -91,6 +113,7 @@ pub fn summary<N: AsRef<str>>(totals: &Totals, calls: &[(N, u64)], lasted: Durat
         let each: Vec<String> =
             each.map(|(cpu, count)| format!("CPU {cpu}: {}", grouped(*count))).collect();
         if !each.is_empty() {
+            // Writing to a String does not fail.
             let _ = writeln!(text, "  {title}   {}{advice}", each.join(", "));
         }
     }
@@ -333,6 +356,16 @@ mod tests {
             times(&[time("vfs_read", 12, 2_500_000, 1_500_000), time("f", 1, 900, 900)]),
             "  times     1.5 ms itself,    2.5 ms in all  vfs_read (12 calls)\n            \
              0.9 µs itself,    0.9 µs in all  f (1 call)\n"
+        );
+    }
+
+    #[test]
+    fn a_summary_of_the_last_calls_tells_how_many_there_were() {
+        let totals = Totals { events: 128, overwritten: vec![1000, 0], ..Totals::default() };
+        assert_eq!(
+            summary(&totals, &[("f", 128)], Duration::from_secs(5)),
+            "128 events kept of 1,128 in 5.0 s, 0 lost\n  over   CPU 0: 1,000 overwritten by later ones; \
+             a larger --ring-size of vmm run would keep more\n  calls  128  f\n"
         );
     }
 

@@ -7,16 +7,18 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, bail};
-use clap::Args;
-use clap::builder::NonEmptyStringValueParser;
+use clap::builder::{NonEmptyStringValueParser, PossibleValue};
+use clap::{Args, ValueEnum};
 use patcher::arch::ByteOrder;
 use patcher::trace::sink::{self, Beginning, Sink};
-use vmm::control::protocol::{Armed, Counted, EndReason, Measured, RefusalKind, TraceRequest};
+use vmm::control::protocol::{
+    self, Armed, Counted, EndReason, Measured, RefusalKind, TraceRequest,
+};
 use vmm::control::{Client, ClientError, Message, Name, Stopper};
 
 use super::call_options::CallOptions;
@@ -38,8 +40,9 @@ pub struct Options {
     /// The guest, as vmm ps lists it
     name: Name,
 
-    /// How to trace
-    tracer: Tracer,
+    /// How to trace, or snapshot: write what a trace with --overwrite holds now, which goes on recording
+    #[arg(value_name = "TRACER")]
+    what: What,
 
     /// Trace only functions that match, with the globs of set_ftrace_filter: *, ?, [a-z]; may be
     /// given several times. By default every function is traced. 'vfs_read: count > 4096' asks for
@@ -64,6 +67,11 @@ pub struct Options {
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     output: Output,
 
+    /// Keep only the last calls, as many as each CPU's ring holds: nothing is written until the trace
+    /// ends, the guest crashes, or vmm trace NAME snapshot asks for it
+    #[arg(long)]
+    overwrite: bool,
+
     #[command(flatten)]
     values: ValueOptions,
 
@@ -85,6 +93,34 @@ pub struct Options {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     duration: Option<u64>,
+}
+
+/// What is wanted of a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    /// A trace.
+    Trace(Tracer),
+    /// What a trace that overwrites holds.
+    Snapshot,
+}
+
+impl ValueEnum for What {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<What>> = LazyLock::new(|| {
+            let tracers = Tracer::value_variants().iter().map(|tracer| What::Trace(*tracer));
+            tracers.chain([What::Snapshot]).collect()
+        });
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Self::Trace(tracer) => tracer.to_possible_value(),
+            Self::Snapshot => {
+                Some(PossibleValue::new("snapshot").help("What a trace with --overwrite holds now"))
+            }
+        }
+    }
 }
 
 const AFTER_HELP: &str = "\
@@ -121,12 +157,19 @@ Examples:
   Show how long reads of files take, as a histogram every five seconds:
     vmm trace guest1 latency -f vfs_read --interval 5 -u
 
+  Keep the last calls of each CPU, in case that the guest crashes, and look at them meanwhile:
+    vmm trace guest1 func --overwrite -o crash.dat
+    vmm trace guest1 snapshot | less
+
   Record every call, and look at it in KernelShark:
     vmm trace guest1 func -o all.vmmrec
     vmm report all.vmmrec -o all.dat && kernelshark all.dat";
 
 /// How often a guest that is not ready yet is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(200);
+
+/// How long a guest's process may take to copy its rings.
+const SNAPSHOT: Duration = Duration::from_secs(10);
 
 /// What asks for the end of the trace once there is one, and what has asked for it.
 #[derive(Default)]
@@ -145,8 +188,12 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 /// # Errors
 /// The guest can't be reached, its functions not be armed, or the trace not be written.
 pub fn run(options: &Options) -> Result<Status> {
+    let tracer = match options.what {
+        What::Trace(tracer) => Some(tracer),
+        What::Snapshot => None,
+    };
     let request = checked(TraceRequest {
-        tracer: options.tracer.into(),
+        tracer: tracer.map_or(protocol::Tracer::Func, protocol::Tracer::from),
         filter: options.filter.clone(),
         notrace: options.notrace.clone(),
         method: options.method.into(),
@@ -154,10 +201,16 @@ pub fn run(options: &Options) -> Result<Status> {
         args: options.values.args,
         ret: options.values.ret,
         count: options.count.request(),
+        overwrite: options.overwrite,
         calls: options.calls.request(),
     })?;
-    let counts = options.count.form(Some(options.tracer), &options.filter);
-    options.count.check(Some(options.tracer), options.format)?;
+    if tracer.is_none() && request != TraceRequest::default() {
+        let message = "a snapshot is of what is recorded already: what to trace, and how, is told to the \
+                       trace with --overwrite";
+        return Err(Contradiction(message.into()).into());
+    }
+    let counts = options.count.form(tracer, &options.filter);
+    options.count.check(tracer, options.format)?;
     if counts.is_none() && options.duration.is_some() {
         let message = "--duration is of the tracers count and latency";
         return Err(Contradiction(message.into()).into());
@@ -179,15 +232,23 @@ pub fn run(options: &Options) -> Result<Status> {
     })
     .context("signals can't be handled")?;
 
-    let begun = begin(&options.name, &request, &stop, &mut progress);
+    let begun = match tracer {
+        Some(_) => begin(&options.name, &request, &stop, &mut progress),
+        None => snapshot(&options.name).map(Some),
+    };
     progress.clear();
     let result = match begun? {
         Some((client, armed)) => {
-            say(summary::armed(&armed));
+            if tracer.is_some() {
+                say(summary::armed(&armed));
+            }
+            if request.overwrite {
+                say(summary::RECORDING);
+            }
             if let Some(missing) = &armed.missing {
                 say(missing);
             }
-            let tracer = request.tracer.into();
+            let tracer = armed.recorded_by.unwrap_or(request.tracer).into();
             let duration = options.duration.map(Duration::from_secs);
             let lasts = Lasts { ends: &ends, stop: &stop, duration };
             receive(client, (tracer, &armed), (records, &to), &lasts, &mut progress)
@@ -230,6 +291,13 @@ pub fn begin(
             thread::sleep(ASK_AGAIN / 10);
         }
     }
+}
+
+/// Asks for what a trace that overwrites holds.
+fn snapshot(name: &Name) -> Result<(Client, Armed)> {
+    let mut client = connect(name)?;
+    let armed = client.snapshot(SNAPSHOT)?;
+    Ok((client, armed))
 }
 
 /// What ends a trace.
@@ -318,8 +386,7 @@ fn receive(
         progress.show(|| summary::progress(events, calls.missed(), begun.elapsed()));
     };
     progress.clear();
-    let entries = end.totals.events + end.totals.dropped();
-    let written = written.and_then(|()| records.end(events, entries));
+    let written = written.and_then(|()| records.end(events, end.totals.entries()));
     let text = summary::summary(&end.totals, &calls.counts(), end.lasted);
     let file = to.told().filter(|_| written.is_ok());
     let times = summary::times(&records.times(summary::TOP));

@@ -52,6 +52,11 @@ pub struct TraceOptions {
     #[arg(short, long, value_name = "FILE", requires = "trace")]
     pub output: Option<Output>,
 
+    /// Keep only the last calls, as many as each CPU's ring holds: nothing is written until the trace
+    /// ends, the guest crashes, or vmm trace NAME snapshot asks for it
+    #[arg(long, requires = "trace")]
+    pub overwrite: bool,
+
     #[command(flatten)]
     pub values: ValueOptions,
 
@@ -145,6 +150,7 @@ impl TraceOptions {
             args: self.values.args,
             ret: self.values.ret,
             count: self.count.request(),
+            overwrite: self.overwrite,
             calls: self.calls.request(),
         };
         checked(request).map(Some)

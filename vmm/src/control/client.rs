@@ -185,6 +185,18 @@ impl Client {
         }
     }
 
+    /// Asks for what the trace holds that overwrites; see [`Request::Snapshot`].
+    ///
+    /// # Errors
+    /// [`ClientError`]; after a refusal another request may be made.
+    pub fn snapshot(&mut self, patience: Duration) -> Result<Armed, ClientError> {
+        self.say(&Request::Snapshot)?;
+        match self.hear(patience)? {
+            Reply::Armed(armed) => Ok(*armed),
+            other => Err(self.unexpected(&other)),
+        }
+    }
+
     /// Applies the payload in `file`, which `request` describes. While somebody is in the way, `tell`
     /// is told who; when `stop` says that it is no longer wanted it is given up.
     ///

@@ -16,7 +16,8 @@ use super::protocol::{
     TraceRequest, VERSION,
 };
 use super::server::{
-    Answer, Command, MAX_PAYLOADS, PatchWanted, Shared, Taken, TraceWanted, Waited, Waiter,
+    Answer, Command, MAX_PAYLOADS, PatchWanted, Shared, SnapshotWanted, Taken, TraceWanted, Waited,
+    Waiter,
 };
 use super::wire::{Wire, WireError, line};
 
@@ -150,6 +151,13 @@ impl Conversation<'_> {
                 self.say(&Reply::Done {})
             }
             Request::Trace(request) => self.trace(request),
+            Request::Snapshot => {
+                let (outbox, feed) = Outbox::new();
+                let armed = self
+                    .ask(|answer| Command::Snapshot(Box::new(SnapshotWanted { outbox, answer })))?;
+                self.say(&Reply::Armed(Box::new(armed)))?;
+                self.stream(None, &feed)
+            }
             Request::PatchApply(request) => self.patch_apply(request),
             Request::PatchList => {
                 for patch in self.ask(Command::PatchList)? {
@@ -270,15 +278,23 @@ impl Conversation<'_> {
         // From here on, however this ends, the trace does too.
         let tracing = Tracing { client, shared: self.shared, asked: Cell::new(false) };
         self.say(&Reply::Armed(Box::new(armed)))?;
-        self.stream(&tracing, &feed)
+        self.stream(Some(&tracing), &feed)
     }
 
-    /// Hands on what comes out of the feed, until its end.
-    fn stream(&mut self, tracing: &Tracing<'_>, feed: &Feed) -> Result<(), Stop> {
+    /// Hands on what comes out of the feed, until its end. What is held already has its end in sight, and is
+    /// not stopped but left.
+    fn stream(&mut self, tracing: Option<&Tracing<'_>>, feed: &Feed) -> Result<(), Stop> {
         let mut last_words = None;
+        let stop = || match tracing {
+            Some(tracing) => {
+                tracing.stop();
+                Ok(())
+            }
+            None => Err(WireError::Closed),
+        };
         loop {
             if hear(&mut self.wire)? {
-                tracing.stop();
+                stop()?;
             }
             let bytes = match feed.next(LOOK) {
                 Fed::Nothing => continue,
@@ -301,7 +317,7 @@ impl Conversation<'_> {
                 .write(&bytes, |wire| {
                     // A client may be as slow as it likes, while the guest runs.
                     if hear(wire)? {
-                        tracing.stop();
+                        stop()?;
                     }
                     if shared.is_ending() {
                         let until = *last_words.get_or_insert_with(|| Instant::now() + LAST_WORDS);

@@ -21,4 +21,4 @@ pub use client::{Calls, Client, ClientError, Message, Stopper};
 pub use names::Names;
 pub use outbox::{Fed, Feed, Outbox};
 pub use place::{Claim, Found, Name, NameError, Place, PlaceError};
-pub use server::{Answer, Command, PatchWanted, Server, TraceWanted, Waiter};
+pub use server::{Answer, Command, PatchWanted, Server, SnapshotWanted, TraceWanted, Waiter};

@@ -17,6 +17,9 @@ use super::protocol::{
 /// Full batches that wait for a client at most: half a million calls, in 16 MiB if nothing is behind them.
 const MAX_WAITING: usize = 64;
 
+/// Batches that [`Outbox::SOME`] events make at most, if each brings three names of the longest.
+const ROOM: usize = Outbox::SOME * 3 * (MAX_NAME + PLACE_BYTES) / MAX_NAMES + 2;
+
 /// What a name's place counts beside the name's own bytes.
 const PLACE_BYTES: usize = 8;
 
@@ -193,6 +196,15 @@ impl Outbox {
     pub fn missed(&mut self, missed: u64) {
         self.batch.header.missed = missed;
     }
+
+    /// Whether there is room for some more events at least, as many as [`Outbox::SOME`].
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.shared.queue().batches.len() + ROOM <= MAX_WAITING
+    }
+
+    /// How many events [`Outbox::has_room`] looks for room for.
+    pub const SOME: usize = 256;
 
     /// Puts in how often functions were called, by numbers and names, of `functions` that are counted.
     ///

@@ -63,6 +63,8 @@ pub enum Command {
     Pads(Option<String>, Answer<Vec<Pad>>),
     /// Trace.
     Trace(Box<TraceWanted>),
+    /// Give what the trace that overwrites holds now.
+    Snapshot(Box<SnapshotWanted>),
     /// End that trace. Its outbox is told when it is over.
     Stop(ClientId),
     /// Apply a payload.
@@ -144,6 +146,15 @@ pub struct TraceWanted {
     pub outbox: Outbox,
     /// Which trace it is to be, and how it has begun.
     pub answer: Answer<(ClientId, Armed)>,
+}
+
+/// What a trace holds that overwrites, as it is asked for.
+#[derive(Debug)]
+pub struct SnapshotWanted {
+    /// Where the calls go.
+    pub outbox: Outbox,
+    /// How the trace began that it is of.
+    pub answer: Answer<Armed>,
 }
 
 /// Listens on a guest's socket until it is dropped.

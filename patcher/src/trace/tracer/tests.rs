@@ -1,3 +1,5 @@
+mod recorder;
+
 use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, Ordering};
 

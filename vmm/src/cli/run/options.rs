@@ -64,7 +64,7 @@ pub struct Options {
 
     /// How much each CPU's ring holds until it is read, rounded up to a power of two; a size as for
     /// --memory. By default 16M for each CPU, less with many CPUs
-    #[arg(long, value_name = "SIZE", requires = "trace")]
+    #[arg(long, visible_alias = "buffer-size", value_name = "SIZE", requires = "trace")]
     pub ring_size: Option<Size>,
 }
 
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn options_of_a_trace_need_a_trace() {
-        for line in ["-f x", "-n x", "-o x", "--ring-size 1M"] {
+        for line in ["-f x", "-n x", "-o x", "--ring-size 1M", "--buffer-size 1M", "--overwrite"] {
             refused(line, "--trace");
         }
     }
@@ -293,11 +293,22 @@ mod tests {
     }
 
     #[test]
+    fn only_what_is_recorded_can_be_overwritten() {
+        let request = |line: &str| parse(line).unwrap().tracing.request();
+        for tracer in ["func", "graph"] {
+            assert!(request(&format!("--trace {tracer} --overwrite")).unwrap().unwrap().overwrite);
+        }
+        assert!(!request("--trace func").unwrap().unwrap().overwrite);
+        let refused = request("--trace count --overwrite").unwrap_err().to_string();
+        assert!(refused.contains("nothing to overwrite"), "{refused}");
+    }
+
+    #[test]
     fn rings_are_as_large_as_asked_for_or_refused() {
         let rings = |line: &str| parse(&format!("--trace func {line}")).unwrap().rings();
         assert_eq!(rings("--cpus 2"), Ok(None));
         for (line, cpus, each) in
-            [("--ring-size 1K", 1, 4 << 10), ("--cpus 3 --ring-size 5M", 3, 8 << 20)]
+            [("--ring-size 1K", 1, 4 << 10), ("--cpus 3 --buffer-size 5M", 3, 8 << 20)]
         {
             let window = rings(line).unwrap().unwrap();
             let layout = RingLayout::new(Gva(0), window, cpus).unwrap();

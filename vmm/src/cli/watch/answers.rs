@@ -102,6 +102,7 @@ impl Desk {
             }
             Command::Pads(_, answer) => answer.give(Err(refusal)),
             Command::Trace(wanted) => wanted.answer.give(Err(refusal)),
+            Command::Snapshot(wanted) => wanted.answer.give(Err(refusal)),
             // There is none.
             Command::Stop(_) => {}
             Command::PatchApply(wanted) => wanted.answer.give(Err(refusal)),

@@ -23,6 +23,7 @@ use super::status::Status;
 mod answers;
 mod condition;
 mod patching;
+mod recorder;
 mod service;
 mod writer;
 

@@ -22,10 +22,11 @@ use vmm::control::protocol::{
     self, CallsRequest, End, EndReason, Info, Method, Pad, Refusal, RefusalKind, State, Totals,
     TraceInfo, TraceRequest,
 };
-use vmm::control::{Command, Outbox, TraceWanted};
+use vmm::control::{Command, Outbox, SnapshotWanted, TraceWanted};
 
 use super::answers::{Counts, Desk, Ours, list};
 use super::patching::Patching;
+use super::recorder::{self, Giving, MAX_SNAPSHOTS, PanicWatch, Snapshot};
 use super::writer::Writer;
 use super::{LOOK, OwnTrace, broken};
 use crate::cli::output::Records;
@@ -52,7 +53,18 @@ struct Trace {
     since: Instant,
     /// How often what it counts or measures was read.
     readings: u32,
+    /// What was said of it when it began.
+    described: protocol::Armed,
+    /// What it held last, if it overwrites: when the kernel panicked, or when it ended.
+    held: Option<Giving>,
     ending: Option<Ending>,
+}
+
+impl Trace {
+    /// Whether its records are still to be overwritten.
+    fn is_recording(&self) -> bool {
+        self.request.overwrite && self.held.is_none() && self.ending.is_none()
+    }
 }
 
 /// A trace whose functions are put back and whose last records may still come.
@@ -84,6 +96,10 @@ pub struct Service<'m> {
     tracer: Option<Tracer<'m, Outbox>>,
     traces: Vec<Trace>,
     patching: Patching<'m>,
+    /// What traces that overwrite held when somebody asked, and what is not given to him yet.
+    snapshots: Vec<Snapshot>,
+    /// Made when the first such trace begins.
+    panic_watch: Option<PanicWatch>,
     /// Writes the run's own trace.
     writer: Option<Writer>,
     own_failed: bool,
@@ -109,6 +125,8 @@ impl<'m> Service<'m> {
             tracer: None,
             traces: Vec::new(),
             patching: Patching::default(),
+            snapshots: Vec::new(),
+            panic_watch: None,
             writer: None,
             own_failed: false,
             told_of_returns: false,
@@ -136,14 +154,27 @@ impl<'m> Service<'m> {
         if let Some(missing) = &described.missing {
             say(missing);
         }
+        if request.overwrite {
+            say(summary::RECORDING);
+        }
         self.writer = Some(writer);
-        self.began(client, None, request, &armed);
+        self.began(client, None, request, described);
         Ok(())
     }
 
-    fn began(&mut self, client: ClientId, pid: Option<u32>, request: TraceRequest, armed: &Armed) {
-        let functions = armed.functions;
+    fn began(
+        &mut self,
+        client: ClientId,
+        pid: Option<u32>,
+        request: TraceRequest,
+        described: protocol::Armed,
+    ) {
+        let functions = described.functions;
         let since = Instant::now();
+        if request.overwrite {
+            let (kernel, machine) = (self.kernel, self.machine);
+            self.panic_watch.get_or_insert_with(|| PanicWatch::new(kernel, machine));
+        }
         self.traces.push(Trace {
             client,
             pid,
@@ -151,6 +182,8 @@ impl<'m> Service<'m> {
             functions,
             since,
             readings: 0,
+            described,
+            held: None,
             ending: None,
         });
     }
@@ -193,7 +226,7 @@ impl<'m> Service<'m> {
 
     /// Hands on what the rings hold, and answers one question if there is any.
     pub fn pass(&mut self, panicked: bool, progress: &mut Progress) {
-        let mut taken = 0;
+        let (mut taken, mut is_given) = (0, false);
         let is_traced = !self.traces.is_empty();
         if let Some((hooks, tracer)) = self.at_work().filter(|_| is_traced) {
             taken = tracer.drain(hooks, Outbox::event);
@@ -202,6 +235,8 @@ impl<'m> Service<'m> {
                 say(summary::module(&news));
             }
             self.count();
+            self.hold_at_panic(progress);
+            is_given = self.give_held();
             self.hand_on();
             self.end_what_is_over();
             self.show(progress);
@@ -216,6 +251,8 @@ impl<'m> Service<'m> {
             }
         }
         let patience = match (self.traces.is_empty(), taken) {
+            _ if is_given => Duration::ZERO,
+            (false, 0..MANY) if self.traces.iter().any(Trace::is_recording) => recorder::LOOK,
             (true, _) => LOOK.min(self.patching.due()),
             (false, 0..MANY) => DRAIN,
             (false, _) => Duration::ZERO,
@@ -244,6 +281,65 @@ impl<'m> Service<'m> {
                 .checked_div(interval.as_millis())
                 .and_then(|past| u32::try_from(past).ok())
                 .map_or(u32::MAX, |past| past.saturating_add(1));
+        }
+    }
+
+    /// Takes what is held by traces that overwrite once the kernel panics: it goes on for a while, and so
+    /// do they.
+    fn hold_at_panic(&mut self, progress: &mut Progress) {
+        let (Some(hooks), Some(tracer), Some(watch)) =
+            (&self.hooks, &mut self.tracer, &self.panic_watch)
+        else {
+            return;
+        };
+        let mut recording = self.traces.iter_mut().filter(|trace| trace.is_recording()).peekable();
+        if recording.peek().is_none() || !watch.has_panicked(self.kernel, self.machine) {
+            return;
+        }
+        for trace in recording {
+            let Some(held) = tracer.hold(hooks, trace.client) else { continue };
+            if trace.pid.is_none() {
+                progress.clear();
+                say(summary::held_at_panic(held.left() as u64));
+            }
+            trace.held = Some(Giving::new(held));
+        }
+    }
+
+    /// Gives out what is held, to those who take it; whether that was anything.
+    fn give_held(&mut self) -> bool {
+        let Some(tracer) = &mut self.tracer else { return false };
+        let mut is_any = false;
+        for trace in &mut self.traces {
+            let Some(giving) = &mut trace.held else { continue };
+            is_any |= giving.step(tracer, trace.client, None);
+            if let Some(failure) = giving.failure() {
+                tracer.fail(trace.client, failure);
+            }
+        }
+        for mut snapshot in std::mem::take(&mut self.snapshots) {
+            is_any |= snapshot.step(tracer);
+            // Whoever has gone needs nothing more.
+            if snapshot.giving.is_over() {
+                snapshot.end(tracer);
+            } else if snapshot.outbox.flush().is_ok() {
+                self.snapshots.push(snapshot);
+            }
+        }
+        is_any
+    }
+
+    /// Takes what is held by traces that overwrite and are over, when the last records are written or were
+    /// waited for.
+    fn hold_last(&mut self) {
+        let (Some(hooks), Some(tracer)) = (&self.hooks, &mut self.tracer) else { return };
+        let waits = |trace: &&mut Trace| trace.request.overwrite && trace.held.is_none();
+        for trace in self.traces.iter_mut().filter(waits) {
+            let Some(ending) = &trace.ending else { continue };
+            let held = tracer.hold(hooks, trace.client).map(Giving::new);
+            trace.held = held.filter(|giving| {
+                giving.held.unwritten() == 0 || ending.since.elapsed() >= LAST_RECORDS
+            });
         }
     }
 
@@ -276,10 +372,13 @@ impl<'m> Service<'m> {
         for client in failed {
             self.begin_end(client, EndReason::ClientGone);
         }
+        self.hold_last();
         let Some(tracer) = &self.tracer else { return };
         let is_over = |trace: &Trace| {
-            trace.ending.as_ref().is_some_and(|ending| {
-                tracer.is_settled(trace.client) || ending.since.elapsed() >= LAST_RECORDS
+            trace.ending.as_ref().is_some_and(|ending| match &trace.held {
+                Some(giving) => giving.is_over(),
+                None if trace.request.overwrite => false,
+                None => tracer.is_settled(trace.client) || ending.since.elapsed() >= LAST_RECORDS,
             })
         };
         let traces = std::mem::take(&mut self.traces).into_iter();
@@ -312,8 +411,10 @@ impl<'m> Service<'m> {
         {
             read_sums(hooks, tracer, &trace, (ending.lasted, true));
         }
-        let finished =
-            self.tracer.as_mut().and_then(|tracer| tracer.finish(trace.client, Outbox::event));
+        let finished = self.tracer.as_mut().and_then(|tracer| match trace.held {
+            Some(giving) => tracer.finish_held(giving.held),
+            None => tracer.finish(trace.client, Outbox::event),
+        });
         let (Some(finished), Some(ending)) = (finished, trace.ending) else { return };
         let summary = finished.summary;
         let error = ending.disarmed.as_ref().err().map(ToString::to_string);
@@ -335,7 +436,10 @@ impl<'m> Service<'m> {
         let own = self.traces.iter().find(|trace| trace.pid.is_none());
         let (Some(own), Some(tracer)) = (own, &self.tracer) else { return };
         if let Some(now) = tracer.progress(own.client) {
-            progress.show(|| summary::progress(now.events, now.missed, own.since.elapsed()));
+            progress.show(|| match own.request.overwrite {
+                true => summary::recording(now.events, own.since.elapsed()),
+                false => summary::progress(now.events, now.missed, own.since.elapsed()),
+            });
         }
     }
 
@@ -343,12 +447,16 @@ impl<'m> Service<'m> {
     pub fn end(mut self, reason: EndReason) -> Ended {
         let clients: Vec<ClientId> = self.traces.iter().map(|trace| trace.client).collect();
         clients.into_iter().for_each(|client| self.begin_end(client, reason));
-        while !self.traces.is_empty() {
+        while !(self.traces.is_empty() && self.snapshots.is_empty()) {
             if let Some((hooks, tracer)) = self.at_work() {
                 tracer.drain(hooks, Outbox::event);
             }
+            let is_given = self.give_held();
+            let held = self.traces.iter_mut().filter_map(|trace| trace.held.as_mut());
+            let snapshots = self.snapshots.iter_mut().map(|snapshot| &mut snapshot.giving);
+            held.chain(snapshots).for_each(Giving::hurry);
             self.end_what_is_over();
-            if !self.traces.is_empty() {
+            if !(is_given || self.traces.is_empty()) {
                 thread::sleep(LAST_LOOK);
             }
         }
@@ -370,6 +478,7 @@ impl<'m> Service<'m> {
             Command::Info(answer) => answer.give(Ok(self.info(state))),
             Command::Pads(glob, answer) => answer.give(self.pads(glob.as_deref())),
             Command::Trace(wanted) => self.trace(*wanted, panicked),
+            Command::Snapshot(wanted) => self.snapshot(*wanted),
             Command::Stop(client) => self.begin_end(client, EndReason::Stopped),
             Command::PatchApply(wanted) => match self.patched(panicked) {
                 Ok((patching, hooks)) => patching.apply(hooks, *wanted),
@@ -427,12 +536,33 @@ impl<'m> Service<'m> {
             return answer.give(Err(Refusal::new(RefusalKind::Refused, message)));
         }
         match self.begin_for_client(&request, outbox) {
-            Ok((client, armed, described)) => {
-                self.began(client, Some(pid), request, &armed);
+            Ok((client, described)) => {
+                self.began(client, Some(pid), request, described.clone());
                 answer.give(Ok((client, described)));
             }
             Err(refusal) => answer.give(Err(refusal)),
         }
+    }
+
+    /// Gives what the trace that overwrites holds to somebody who asks.
+    fn snapshot(&mut self, wanted: SnapshotWanted) {
+        let SnapshotWanted { outbox, answer } = wanted;
+        let (Some(hooks), Some(tracer), Some(trace)) =
+            (&self.hooks, &mut self.tracer, self.traces.iter().find(|trace| trace.is_recording()))
+        else {
+            let message = "no trace of this guest keeps its last calls; vmm trace NAME func \
+                           --overwrite, or vmm run with --trace func --overwrite, begins one";
+            return answer.give(Err(Refusal::new(RefusalKind::Refused, message)));
+        };
+        if self.snapshots.len() >= MAX_SNAPSHOTS {
+            let message = format!("{MAX_SNAPSHOTS} snapshots are being taken; try again later");
+            return answer.give(Err(Refusal::new(RefusalKind::Busy, message)));
+        }
+        let Some(held) = tracer.hold(hooks, trace.client) else { return };
+        let recorded_by = Some(trace.request.tracer);
+        answer.give(Ok(protocol::Armed { recorded_by, ..trace.described.clone() }));
+        let (client, giving, lasted) = (trace.client, Giving::new(held), trace.since.elapsed());
+        self.snapshots.push(Snapshot { client, giving, outbox, lasted });
     }
 
     /// What patches, and what it patches.
@@ -450,7 +580,7 @@ impl<'m> Service<'m> {
         &mut self,
         request: &TraceRequest,
         outbox: Outbox,
-    ) -> Result<(ClientId, Armed, protocol::Armed), Refusal> {
+    ) -> Result<(ClientId, protocol::Armed), Refusal> {
         let (machine, kernel) = (self.machine, self.kernel);
         if !kernel.is_current(machine.ram()) {
             return Err(failed("the kernel that was found in the guest is no longer there"));
@@ -472,7 +602,7 @@ impl<'m> Service<'m> {
             };
             Refusal::new(kind, error.to_string())
         })?;
-        Ok((client, armed, describe(hooks, tracer, &selection, &armed)))
+        Ok((client, describe(hooks, tracer, &selection, &armed)))
     }
 }
 
@@ -526,7 +656,7 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
         Method::Trap => Selection::trapping(hooks, &filter)?,
     };
     let values = WantedValues { arguments: request.args, returned: request.ret };
-    let selection = Selection { values, ..selection };
+    let selection = Selection { values, overwrite: request.overwrite, ..selection };
     let selection = match request.tracer {
         protocol::Tracer::Func => selection,
         protocol::Tracer::Count => return Ok(Selection { counts: true, ..selection }),
@@ -568,5 +698,6 @@ fn describe(
         interrupts: sink::interrupt_entries(kernel),
         arch: kernel.arch().name().to_owned(),
         big_endian: kernel.arch().byte_order() == ByteOrder::Big,
+        recorded_by: None,
     }
 }

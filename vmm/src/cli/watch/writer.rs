@@ -63,8 +63,7 @@ fn write(records: &mut Records, feed: &Feed, mut names: Names) -> io::Result<()>
             Fed::Counted(counted) => records.counted(&counted)?,
             Fed::Measured(measured) => records.measured(&measured)?,
             Fed::End(end) => {
-                let entries = end.totals.events + end.totals.dropped();
-                return records.end(end.totals.events, entries);
+                return records.end(end.totals.events, end.totals.entries());
             }
             Fed::Nothing => {}
             // What there is until now is worth having.

@@ -83,6 +83,9 @@ pub enum Request {
     /// Trace: [`Reply::Armed`], any number of [`Reply::Batch`], or of [`Reply::Counted`], or of
     /// [`Reply::Measured`], then [`Reply::End`].
     Trace(TraceRequest),
+    /// What the trace that overwrites holds now, of several the one that began first: as
+    /// [`Request::Trace`]. It goes on recording.
+    Snapshot,
     /// Apply a payload: any number of [`Reply::Waiting`], then [`Reply::Patched`]. Its bytes follow.
     PatchApply(PatchRequest),
     /// What is patched: any number of [`Reply::Patch`] and [`Reply::Functions`], then

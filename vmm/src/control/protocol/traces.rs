@@ -40,6 +40,9 @@ pub struct TraceRequest {
     /// When counts or latencies are wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
     pub count: CountRequest,
+    /// Whether calls stay in the guest's rings, where later ones overwrite them, until the trace ends.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overwrite: bool,
     /// Which calls are traced; of no meaning to the tracer that counts.
     #[serde(default, skip_serializing_if = "CallsRequest::is_all")]
     pub calls: CallsRequest,
@@ -69,6 +72,10 @@ impl TraceRequest {
         if self.method == Method::Trap && self.args {
             let message = "arguments are recorded only of calls that are noticed by the method call, \
                            not by traps";
+            return Err(message.into());
+        }
+        if self.overwrite && self.tracer.adds_up() {
+            let message = "counts and latencies are not recorded: there is nothing to overwrite";
             return Err(message.into());
         }
         let arguments = self.filter.iter().any(|filter| calls::has_expression(filter));
@@ -279,6 +286,9 @@ pub struct Armed {
     /// Whether its integers are big-endian.
     #[serde(default)]
     pub big_endian: bool,
+    /// Of a snapshot: by which tracer that was recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recorded_by: Option<Tracer>,
 }
 
 /// Calls follow, [`CALL_BYTES`] bytes each and what is behind it.
@@ -345,6 +355,9 @@ pub struct Totals {
     pub overrun: u64,
     /// Records that came too late to be read, by CPU.
     pub lost: Vec<u64>,
+    /// Records that later ones have taken the place of, by CPU, where only the last were to be kept.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overwritten: Vec<u64>,
     /// Records that were begun and never finished, by CPU.
     pub unwritten: Vec<u64>,
     /// Events given out behind later ones.
@@ -404,6 +417,7 @@ impl From<&Summary> for Totals {
             events: summary.events,
             overrun: summary.overrun,
             lost: summary.lost.clone(),
+            overwritten: summary.overwritten.clone(),
             unwritten: summary.unwritten.clone(),
             late: summary.late,
             corrupt: (summary.corrupt.iter().map(ToString::to_string))
@@ -421,11 +435,18 @@ impl From<&Summary> for Totals {
 }
 
 impl Totals {
-    /// Events that are missing in the trace.
+    /// Events that are missing in the trace, where it was not wanted that they are.
     #[must_use]
     pub fn dropped(&self) -> u64 {
         let each = self.lost.iter().chain(&self.unwritten);
         each.fold(self.overrun, |sum, count| sum.saturating_add(*count))
+    }
+
+    /// Events that there were: those in the trace and those that are missing.
+    #[must_use]
+    pub fn entries(&self) -> u64 {
+        let there = self.events.saturating_add(self.dropped());
+        self.overwritten.iter().fold(there, |sum, count| sum.saturating_add(*count))
     }
 }
 
