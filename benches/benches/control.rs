@@ -11,7 +11,7 @@ use patcher::kernel::MappedRegion;
 use patcher::synthetic::{Blueprint, Guest};
 use patcher::trace::filter::Filter;
 use patcher::trace::select::Selection;
-use patcher::trace::sink::{Event, EventKind, FtraceText, Name, Sink};
+use patcher::trace::sink::{Event, EventKind, FtraceText, Name, Sink, Values};
 use patcher::trace::tracer::Tracer;
 use vmm::control::protocol::{self, Armed, End, EndReason, Totals, TraceRequest};
 use vmm::control::{Client, Command, Message, Outbox, Place, Server};
@@ -30,8 +30,17 @@ fn feed(mut outbox: Outbox) {
         let function = name(time_ns % FUNCTIONS);
         let caller = name(FUNCTIONS + time_ns * 7 % (2 * FUNCTIONS));
         let kind = EventKind::Call;
-        let event =
-            Event { time_ns, kind, cpu: 0, function, caller, task: None, context: None, missed: 0 };
+        let event = Event {
+            time_ns,
+            kind,
+            cpu: 0,
+            function,
+            caller,
+            task: None,
+            context: None,
+            values: Values::NONE,
+            missed: 0,
+        };
         while let Err(error) = outbox.event(&event) {
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
             thread::yield_now();

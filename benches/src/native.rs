@@ -13,13 +13,13 @@ use patcher::addr::{Gpa, Gva};
 use patcher::arch::gate::{Comparison, Conditions, GatedValue, Operator, Rate};
 use patcher::arch::x86_64::X86_64;
 use patcher::arch::{
-    Arch, ByteOrder, Gate, GatePlaces, Logger, OutOfReach, PidPlace, ReturnExit, ReturnForm,
-    ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
+    Arch, ArgumentWords, ByteOrder, Gate, GatePlaces, Logger, OutOfReach, PidPlace, ReturnExit,
+    ReturnForm, ReturnHook, TaskPlaces, Then, Thunks, assemble_returns,
 };
 use patcher::region::{
     COUNTERS_OFFSET, Counters, HISTOGRAMS_OFFSET, Histograms, HistogramsMemory, MEASURE_CALL,
     PART_BYTES, RECORD_RETURN, RETURN_POOL_OFFSET, RETURN_SLOTS, RETURN_STUB_BYTES, RegionWindow,
-    ReturnPool, ReturnPoolMemory, RingLayout, rings_window_len,
+    ReturnPool, ReturnPoolMemory, RingLayout, THUNK_BLOCK_BYTES, rings_window_len,
 };
 use vm_memory::VolatileSlice;
 
@@ -38,6 +38,10 @@ const MEASURE_HOOK_AT: usize = 2560;
 /// Where the code is that counts, and the thunks that lead there.
 const COUNTER_AT: usize = 3072;
 const THUNKS_AT: usize = 3584;
+const ARGUMENTS_AT: usize = THUNKS_AT + THUNK_BLOCK_BYTES as usize;
+
+/// How many words of the stack are recorded of a call whose arguments are.
+const STACK_WORDS: usize = 3;
 
 /// The counter of the function that is counted.
 pub const COUNTER: u32 = 2;
@@ -115,6 +119,8 @@ pub enum Pad {
     Measured,
     /// The same, and until it returns the clock is set back.
     Rewound,
+    /// A call of a trampoline that records all registers of arguments, and some words of the stack.
+    Arguments,
 }
 
 impl Pad {
@@ -130,6 +136,7 @@ impl Pad {
             Pad::Measured => 448,
             Pad::Rewound => 512,
             Pad::Gated => 576,
+            Pad::Arguments => 640,
         }
     }
 }
@@ -209,6 +216,7 @@ impl NativeGuest {
             rings: layout,
             clock,
             task,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
         };
         let base = code.address();
@@ -223,6 +231,11 @@ impl NativeGuest {
         write_return_code(&mut code, &logger, (pool, histograms)).map_err(io::Error::other)?;
         let returning = Gva(base + WITH_RETURN_AT as u64);
         let counters = Counters(Gva(data.address() + COUNTERS_OFFSET));
+        let convention = X86_64.calling_convention();
+        let arguments = ArgumentWords::new(convention, convention.registers.len(), STACK_WORDS);
+        let with_arguments = Gva(base + ARGUMENTS_AT as u64);
+        let recording = X86_64.assemble_logger(with_arguments, &Logger { arguments, ..logger });
+        code.write(ARGUMENTS_AT, &recording.map_err(io::Error::other)?);
         let counter = Gva(base + COUNTER_AT as u64);
         let counting = X86_64.assemble_counter(counter, counters, Then::Next(trampoline));
         code.write(COUNTER_AT, &counting.map_err(io::Error::other)?);
@@ -244,11 +257,13 @@ impl NativeGuest {
             Pad::Gated,
             Pad::Measured,
             Pad::Rewound,
+            Pad::Arguments,
         ] {
             let at = Gva(base + pad.offset() as u64);
             let to = match pad {
                 Pad::Armed => trampoline,
                 Pad::Counted => thunk,
+                Pad::Arguments => Gva(base + ARGUMENTS_AT as u64),
                 Pad::Gated => gated,
                 Pad::Measured | Pad::Rewound => Gva(base + MEASURE_HOOK_AT as u64),
                 _ => returning,
@@ -267,9 +282,12 @@ impl NativeGuest {
             let instructions: &[&[u8]] = match pad {
                 Pad::Bare => &[&[0xc3]],
                 Pad::Idle => &[&[0x0f, 0x1f, 0x44, 0, 0], &[0xc3]],
-                Pad::Armed | Pad::Returning | Pad::Counted | Pad::Measured | Pad::Gated => {
-                    &[&call, &[0xc3]]
-                }
+                Pad::Armed
+                | Pad::Returning
+                | Pad::Counted
+                | Pad::Measured
+                | Pad::Gated
+                | Pad::Arguments => &[&call, &[0xc3]],
                 Pad::Nested => &[&call, &inner, &[0xc3]],
                 Pad::Tail => &[&call, &inner],
                 Pad::Rewound => &[&call, &rewind, &[0xc3]],

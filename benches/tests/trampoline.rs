@@ -190,6 +190,33 @@ fn one_call_in_two_is_one_in_two_of_all_threads() {
 }
 
 #[test]
+fn a_call_whose_arguments_are_recorded_changes_nothing_and_they_are_what_it_was_given() {
+    // The smallest ring, so that records go over its end.
+    let guest = NativeGuest::new(4096, true).unwrap();
+    let mut reader = reader(&guest, 0);
+    for bits in 0..300_u64 {
+        let registers = std::array::from_fn(|i| {
+            0x0123_4567_89ab_cdef_u64.rotate_left(i as u32 * 4) ^ bits.rotate_left(i as u32 * 9)
+        });
+        let before = State { registers, flags: 0x202 };
+        let after = call_with(guest.address(Pad::Arguments), &before);
+        assert_eq!(after.registers, before.registers);
+        assert_eq!(after.flags & ARITHMETIC, before.flags & ARITHMETIC);
+        let records = records(&guest, &mut reader);
+        assert_eq!(records.len(), 1);
+        assert_eq!(records[0].ip, behind(&guest, Pad::Arguments));
+        let words = records[0].arguments.as_ref().unwrap().words();
+        // rdi, rsi, rdx, rcx, r8, r9; then what is on the stack, first the address that was called.
+        let [_, rcx, rdx, _, _, rsi, rdi, r8, r9, ..] = registers;
+        assert_eq!(words[..6], [rdi, rsi, rdx, rcx, r8, r9]);
+        assert_eq!((words[6], words.len()), (guest.address(Pad::Arguments), 9));
+        let more: u64 = reader.continuations_read().iter().map(|r| r.end - r.start).sum();
+        assert_eq!((more, reader.continuations()), (3, 3 * (bits + 1)));
+    }
+    assert_eq!((call_with_every_flag(&guest, Pad::Arguments), reader.lost()), (64, 0));
+}
+
+#[test]
 fn no_count_is_lost_between_threads() {
     const THREADS: usize = 4;
     const CALLS: u64 = 200_000;

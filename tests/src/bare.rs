@@ -11,8 +11,9 @@ use guest_images::{Bare, BareFunction};
 use patcher::addr::{Gpa, Gva};
 use patcher::arch::gate::Conditions;
 use patcher::arch::{
-    Arch, Gate, GatePlaces, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook, TaskPaths,
-    TaskPlaces, TaskWords, Then, Thunks, assemble_returns, assemble_stub, stub_ip, text_len,
+    Arch, ArgumentWords, Gate, GatePlaces, Logger, PidPlace, ReturnExit, ReturnForm, ReturnHook,
+    TaskPaths, TaskPlaces, TaskWords, Then, Thunks, assemble_returns, assemble_stub, stub_ip,
+    text_len,
 };
 use patcher::kernel::{Pad, Refusal, judge_pad};
 use patcher::machine::{Machine, Stopped, TextWrite};
@@ -241,6 +242,7 @@ impl<'m> Driver<'m> {
             rings: self.rings,
             clock: true,
             task: self.task,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: resume, form: ReturnForm::Plain },
         };
         let (arch, code, window) = (self.arch, &self.code, self.machine.region(Part::Code));
@@ -275,7 +277,8 @@ impl<'m> Driver<'m> {
         let hook = ReturnHook { cpu_number, pool, clock: true, duties, then };
         let hook = self.place(&|at| Ok(arch.assemble_return_hook(at, &hook)?));
         let (rings, task, then) = (self.rings, self.task, Then::Next(hook));
-        let logger = Logger { cpu_number, rings, clock: true, task, then };
+        let arguments = ArgumentWords::NONE;
+        let logger = Logger { cpu_number, rings, clock: true, task, arguments, then };
         self.place(&|at| Ok(arch.assemble_logger(at, &logger)?))
     }
 

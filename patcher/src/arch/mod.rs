@@ -12,7 +12,8 @@ use object::elf;
 use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{
-    Counters, Histograms, RETURN_STUB_BYTES, ReturnPool, RingLayout, THUNK_BLOCK_BYTES,
+    CONTINUATION_WORDS, Counters, Histograms, MAX_CONTINUATIONS, RETURN_STUB_BYTES, ReturnPool,
+    RingLayout, THUNK_BLOCK_BYTES,
 };
 
 pub mod aarch64;
@@ -198,6 +199,12 @@ pub trait Arch: fmt::Debug + Send + Sync {
     /// What the words of a record tell of the task: the word behind the caller's low half, and the two
     /// behind that.
     fn task_words(&self, words: [u32; 3]) -> TaskWords;
+
+    /// From where on addresses are the kernel's and never a process's; `None` where they have no such order,
+    /// as each has all addresses for itself.
+    fn kernel_addresses(&self) -> Option<Gva> {
+        None
+    }
 
     /// Where functions are given their arguments.
     fn calling_convention(&self) -> &'static CallingConvention;
@@ -664,9 +671,70 @@ pub struct Logger {
     pub clock: bool,
     /// Where it finds what it records of the task; what is not known is recorded as 0.
     pub task: TaskPlaces,
+    /// The arguments that it records as well.
+    pub arguments: ArgumentWords,
     /// What is executed behind it.
     pub then: Then,
 }
+
+/// Which words of a call's arguments are recorded: the first of the registers, and behind them the first of
+/// the stack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct ArgumentWords {
+    registers: u8,
+    stack: u8,
+}
+
+impl ArgumentWords {
+    /// None.
+    pub const NONE: Self = Self { registers: 0, stack: 0 };
+
+    /// As many registers, of those that a convention has, and then words of the stack as a record holds.
+    #[must_use]
+    pub fn new(convention: &CallingConvention, registers: usize, stack: usize) -> Self {
+        let most = CONTINUATION_WORDS * MAX_CONTINUATIONS;
+        let registers = registers.min(convention.registers.len()).min(most);
+        // Neither is more than a record holds.
+        Self { registers: registers as u8, stack: stack.min(most - registers) as u8 }
+    }
+
+    /// How many registers.
+    #[must_use]
+    pub fn registers(self) -> usize {
+        self.registers.into()
+    }
+
+    /// How many words of the stack.
+    #[must_use]
+    pub fn stack(self) -> usize {
+        self.stack.into()
+    }
+
+    /// How many slots of a ring they take.
+    #[must_use]
+    pub fn slots(self) -> usize {
+        (self.registers() + self.stack()).div_ceil(CONTINUATION_WORDS)
+    }
+
+    /// Where the words are that each of the slots takes.
+    pub(crate) fn by_slot(self) -> Vec<Vec<ArgumentWord>> {
+        let registers = (0..self.registers).map(ArgumentWord::Register);
+        let words: Vec<_> = registers.chain((0..self.stack).map(ArgumentWord::Stack)).collect();
+        words.chunks(CONTINUATION_WORDS).map(<[_]>::to_vec).collect()
+    }
+}
+
+/// Where a word of a call's arguments is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ArgumentWord {
+    /// In that register of the convention's.
+    Register(u8),
+    /// On the stack, that far behind the first one there, in words.
+    Stack(u8),
+}
+
+/// Where the words of a slot are that is there for more of a record, in bytes.
+pub(crate) const CONTINUATION_FIELDS: [u8; CONTINUATION_WORDS] = [0, 12, 20];
 
 /// How thunks lie in a block: one behind the other from its beginning on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,15 +12,17 @@ use super::gates::{GateId, KnownGates};
 use super::histograms::KnownHistograms;
 use super::{HookError, Hooks, Want};
 use crate::addr::Gva;
-use crate::arch::{Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then};
+use crate::arch::{
+    ArgumentWords, Logger, PadLayout, ReturnExit, ReturnForm, ReturnHook, TaskPlaces, Then,
+};
 use crate::kernel::{RecordedTask, Site};
 use crate::region::{MEASURE_CALL, Part, RECORD_RETURN, ReturnPool};
 
 /// A piece of code that can be in a chain. Two that are equal are the same code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Piece {
-    /// Records the call.
-    Logger(Then),
+    /// Records the call, with these words of its arguments.
+    Logger(ArgumentWords, Then),
     /// Counts the call, for functions that come by way of their thunks.
     Counter(Then),
     /// Takes the return of the call, with these duties.
@@ -63,7 +65,7 @@ impl Hooks<'_> {
     pub fn prepare_tracing(&mut self) -> Result<(), HookError> {
         let form = self.ground()?.returns;
         let behind = PadLayout::SINGLE.resume;
-        self.piece(Piece::Logger(Then::GoOn { behind, form })).map(drop)
+        self.piece(Piece::Logger(ArgumentWords::NONE, Then::GoOn { behind, form })).map(drop)
     }
 
     /// What records tell of tasks, and why not the rest; `None` until something is traced.
@@ -91,9 +93,9 @@ impl Hooks<'_> {
         let gate = want.gate.filter(|_| want.traced.is_some());
         let then = match (want.traced, gate) {
             (None, _) => then,
-            (Some(_), None) => Then::Next(self.piece(Piece::Logger(then))?),
+            (Some(_), None) => Then::Next(self.piece(Piece::Logger(want.arguments, then))?),
             (Some(_), Some(gate)) => {
-                let pass = Then::Next(self.piece(Piece::Logger(then))?);
+                let pass = Then::Next(self.piece(Piece::Logger(want.arguments, then))?);
                 // A call that is turned away is measured as any other.
                 let away = self.returning(site, Want { returns: false, ..want }, rest)?;
                 let piece = self.piece(Piece::Gate { gate, pass, away })?;
@@ -105,7 +107,7 @@ impl Hooks<'_> {
             then if want.counted && !counts_last => self.counted(site, then, gate.is_none()),
             Then::Next(piece) => Ok(piece),
             // Nothing at all is wanted of a pad that leads somewhere nevertheless.
-            Then::GoOn { .. } => self.piece(Piece::Logger(then)),
+            Then::GoOn { .. } => self.piece(Piece::Logger(want.arguments, then)),
         }
     }
 
@@ -154,11 +156,11 @@ impl Hooks<'_> {
             return Ok(*at);
         }
         let at = match piece {
-            Piece::Logger(then) => {
+            Piece::Logger(arguments, then) => {
                 let rings = self.region.rings();
                 let ground = self.ground()?;
                 let (cpu_number, task) = (ground.cpu_number, ground.recorded.places());
-                let logger = Logger { cpu_number, rings, clock: true, task, then };
+                let logger = Logger { cpu_number, rings, clock: true, task, arguments, then };
                 self.place(|at| Ok(self.kernel.arch().assemble_logger(at, &logger)?))?
             }
             Piece::Counter(then) => {

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::addr::Gva;
-use crate::arch::{PadBytes, PadLayout, assemble_stub, stub_ip};
+use crate::arch::{ArgumentWords, PadBytes, PadLayout, assemble_stub, stub_ip};
 use crate::kernel::{Kernel, MappedRegion, ModuleCode, Pads, PadsError, Refusal, Refused, Site};
 use crate::machine::{Machine, StopTimes, Stopped};
 use crate::patch::Left;
@@ -78,6 +78,8 @@ pub struct Want {
     pub redirect: Option<Gva>,
     /// Whether its returns are recorded as well as its calls, if it is traced by calls.
     pub returns: bool,
+    /// The words of its calls' arguments that are recorded, if it is traced by calls.
+    pub arguments: ArgumentWords,
     /// Which of its calls are traced; all if there is none. What is counted or measured is none of its
     /// business.
     pub gate: Option<GateId>,

@@ -47,6 +47,7 @@ const TRACED: Want = Want {
     counted: false,
     redirect: None,
     returns: false,
+    arguments: ArgumentWords::NONE,
     measured: false,
     gate: None,
 };

@@ -58,8 +58,10 @@ pub use returns::{
     RETURN_SLOT_BYTES, RETURN_SLOTS, RETURN_STUB_BYTES, RETURN_STUBS_ALIGN, ReturnPool,
     ReturnPoolMemory, ReturnSlot, TakenReturns,
 };
+pub(crate) use rings::CONTINUATIONS_AT;
 pub use rings::{
-    HEADER_BYTES, HEADERS_BYTES, MIN_RING_BYTES, RECORD_BYTES, RingLayout, rings_window_len,
+    CONTINUATION_WORDS, HEADER_BYTES, HEADERS_BYTES, MAX_CONTINUATIONS, MIN_RING_BYTES,
+    RECORD_BYTES, RingLayout, rings_window_len,
 };
 pub use traps::{NoTraps, Trap, TrappedCall, Traps};
 

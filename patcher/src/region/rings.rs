@@ -13,6 +13,17 @@ pub const HEADERS_BYTES: u64 = 64 << 10;
 /// Bytes of a record.
 pub const RECORD_BYTES: u64 = 32;
 
+/// Where in a ring's header it is counted how many slots were reserved for more of a record, in bytes.
+pub(crate) const CONTINUATIONS_AT: u64 = 8;
+
+/// Words of a call's arguments that a slot holds which is there for more of a record: at 0, 12 and 20.
+/// Between the first and the second it says, in 32 bits, the how-manieth it is, from 1: no function is so
+/// near to an address whose lower half is 0.
+pub const CONTINUATION_WORDS: usize = 3;
+
+/// Slots that a record has behind its first one at most.
+pub const MAX_CONTINUATIONS: usize = 4;
+
 /// The smallest ring: one page.
 pub const MIN_RING_BYTES: u64 = 4096;
 

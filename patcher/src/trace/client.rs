@@ -12,6 +12,7 @@ use super::graph::Graph;
 use super::latency::Latencies;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
+use super::select::WantedValues;
 use super::sink::Event;
 use crate::hook::Method;
 use crate::machine::StopTimes;
@@ -78,6 +79,8 @@ pub(super) struct Client<S> {
     pub sink: S,
     /// Its open calls, if it is given returns.
     pub graph: Option<Graph>,
+    /// Which values it is told.
+    pub values: WantedValues,
     /// What it has counted, if it counts.
     pub counts: Option<Counts>,
     /// Its records stay in the rings until they are asked for.
@@ -89,8 +92,8 @@ pub(super) struct Client<S> {
     /// Calls that had found no slot when it began, and until it ended.
     pub slots_missed: Range<u64>,
     /// The records between these indices, by CPU, are its own if they are of its functions.
-    from: Vec<u64>,
-    to: Option<Vec<u64>>,
+    from: Heads,
+    to: Option<Heads>,
     pub stops: Vec<StopTimes>,
     pub reverted: Option<Reverted>,
     /// Why its sink is given nothing any more.
@@ -101,11 +104,40 @@ pub(super) struct Client<S> {
     events: u64,
     overrun: u64,
     lost: Vec<u64>,
+    /// Slots for more of its records, by CPU.
+    continuations: Vec<Continuations>,
     /// Where events are missing, by CPU.
     gaps: Vec<Gaps>,
     late: u64,
     last_time: u64,
     later: Later,
+}
+
+/// Where the rings were at some moment, by CPU.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Heads {
+    /// The first slots that were not reserved.
+    pub slots: Vec<u64>,
+    /// What the guest had counted of slots for more of records.
+    continuations: Vec<u64>,
+}
+
+impl Heads {
+    /// As these readers have last looked.
+    pub fn of(readers: &[RingReader]) -> Self {
+        Self {
+            slots: readers.iter().map(RingReader::head).collect(),
+            continuations: readers.iter().map(RingReader::continuations).collect(),
+        }
+    }
+}
+
+/// What became of the slots of a ring that were there for more of records.
+#[derive(Debug, Clone, Copy, Default)]
+struct Continuations {
+    read: u64,
+    /// Those that were taken off what was lost.
+    lost: u64,
 }
 
 /// What a client asks for of modules that are loaded later.
@@ -115,6 +147,8 @@ pub(super) struct Later {
     pub method: Method,
     /// Whether it is given returns.
     pub returns: bool,
+    /// Which values it is told.
+    pub values: WantedValues,
     /// Which calls are traced, if not all are.
     pub calls: Option<Arc<CallConditions>>,
 }
@@ -124,7 +158,7 @@ impl<S> Client<S> {
         id: u64,
         sink: S,
         (graph, counts): (Option<Graph>, Option<Counts>),
-        from: Vec<u64>,
+        from: Heads,
         stops: Vec<StopTimes>,
         later: Later,
     ) -> Self {
@@ -133,13 +167,15 @@ impl<S> Client<S> {
             id,
             sink,
             graph,
+            values: later.values,
             counts,
             overwrites: false,
             turned_away: None,
             latencies: None,
             slots_missed: 0..0,
-            lost: vec![0; from.len()],
-            gaps: from.iter().map(|_| Gaps::default()).collect(),
+            lost: vec![0; from.slots.len()],
+            continuations: vec![Continuations::default(); from.slots.len()],
+            gaps: from.slots.iter().map(|_| Gaps::default()).collect(),
             from,
             to: None,
             stops,
@@ -164,7 +200,7 @@ impl<S> Client<S> {
     }
 
     /// No record from these indices on, by CPU, is its own. Only the first call counts.
-    pub fn end_at(&mut self, heads: Vec<u64>) {
+    pub fn end_at(&mut self, heads: Heads) {
         self.to.get_or_insert(heads);
     }
 
@@ -182,8 +218,8 @@ impl<S> Client<S> {
 
     /// Indices of its records in the ring of `cpu`.
     pub fn range(&self, cpu: usize) -> Range<u64> {
-        let end = |to: &Vec<u64>| to.get(cpu).copied();
-        let from = self.from.get(cpu).copied().unwrap_or(u64::MAX);
+        let end = |to: &Heads| to.slots.get(cpu).copied();
+        let from = self.from.slots.get(cpu).copied().unwrap_or(u64::MAX);
         from..self.to.as_ref().and_then(end).unwrap_or(u64::MAX)
     }
 
@@ -195,16 +231,36 @@ impl<S> Client<S> {
     /// open calls are told of it by whoever gives out the records behind it.
     pub fn note_losses(&mut self, cpu: usize, reader: &RingReader) {
         let own = self.range(cpu);
+        let overlap =
+            |range: &Range<u64>| range.end.min(own.end).saturating_sub(range.start.max(own.start));
+        let read: u64 = reader.continuations_read().iter().map(overlap).sum();
+        self.continuations[cpu].read += read;
+        // What is pending may be there for more as well.
+        let pending = self.pending(cpu, reader) as u64;
+        let mut more = self.continuations_left(cpu, reader).saturating_sub(pending);
         for lost in reader.losses() {
-            let overlap = lost.end.min(own.end).saturating_sub(lost.start.max(own.start));
+            let overlap = overlap(lost);
             if overlap > 0 {
-                self.lost[cpu] += overlap;
-                self.gaps[cpu].lost(lost.end.min(own.end), overlap);
+                let calls = overlap - more.min(overlap);
+                self.continuations[cpu].lost += overlap - calls;
+                more -= overlap - calls;
+                self.lost[cpu] += calls;
+                self.gaps[cpu].lost(lost.end.min(own.end), calls);
                 if let Some(graph) = self.graph.as_mut().filter(|_| !self.overwrites) {
                     graph.lose();
                 }
             }
         }
+    }
+
+    /// Slots for more of its records that the guest has counted and that were neither read nor taken off what
+    /// was lost.
+    fn continuations_left(&self, cpu: usize, reader: &RingReader) -> u64 {
+        let counted = |heads: &Heads| heads.continuations.get(cpu).copied();
+        let until = self.to.as_ref().and_then(counted).unwrap_or(reader.continuations());
+        let Continuations { read, lost } = self.continuations[cpu];
+        let of_others = counted(&self.from).unwrap_or(until);
+        until.saturating_sub(of_others).saturating_sub(read).saturating_sub(lost)
     }
 
     /// How many records of its own there were until those heads, of its functions or of others.
@@ -274,7 +330,15 @@ impl<S> Client<S> {
     }
 
     pub fn summary(&self, readers: &[RingReader], names: &Names<'_>) -> Summary {
-        let pending = readers.iter().enumerate();
+        let (mut lost, mut unwritten) = (self.lost.clone(), Vec::new());
+        for (cpu, reader) in readers.iter().enumerate() {
+            let pending = self.pending(cpu, reader) as u64;
+            // What is left is there for more of records that were not written, or else were lost.
+            let more = self.continuations_left(cpu, reader);
+            unwritten.push(pending.saturating_sub(more));
+            let lost = lost.get_mut(cpu).into_iter();
+            lost.for_each(|lost| *lost = lost.saturating_sub(more.saturating_sub(pending)));
+        }
         let called = self.calls.iter().enumerate().filter(|(_, calls)| **calls > 0);
         let functions = match (&self.counts, &self.latencies) {
             (Some(counts), _) => most_first(names, counts.calls()),
@@ -283,7 +347,6 @@ impl<S> Client<S> {
         };
         let outstanding = self.graph.as_ref().map(Graph::outstanding).unwrap_or_default();
         let outstanding = outstanding.into_iter().map(|(index, calls)| (index as usize, calls));
-        let lost = self.lost.clone();
         let (lost, overwritten) = match self.overwrites {
             true => (Vec::new(), lost),
             false => (lost, Vec::new()),
@@ -301,7 +364,7 @@ impl<S> Client<S> {
             overrun: self.overrun,
             lost,
             overwritten,
-            unwritten: pending.map(|(cpu, reader)| self.pending(cpu, reader) as u64).collect(),
+            unwritten,
             late: self.late,
             corrupt: readers.iter().filter_map(RingReader::corrupt).cloned().collect(),
             functions,

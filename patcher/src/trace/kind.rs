@@ -55,6 +55,16 @@ impl EventKind {
         }
     }
 
+    /// How many bytes [`EventKind::encode`] appends.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Call => 0,
+            Self::Entry { .. } => 4,
+            Self::Return(_) => 20,
+        }
+    }
+
     /// Appends what there is to say beside the tag, little-endian: of an entry the depth (u32); of a
     /// return the depth, the value (u64), and the duration (u64; all bits set if it is not known).
     pub fn encode(&self, bytes: &mut Vec<u8>) {
@@ -101,7 +111,7 @@ mod tests {
         ] {
             let mut bytes = Vec::new();
             kind.encode(&mut bytes);
-            assert_eq!(bytes.len(), length);
+            assert_eq!((bytes.len(), kind.bytes()), (length, length));
             assert!(length <= EventKind::MAX_BYTES);
             for cut in 0..length {
                 assert_eq!(EventKind::decode(kind.tag(), &bytes[..cut]), None);

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     fn record(time: u64, cpu: u16) -> RawRecord {
-        RawRecord { time, index: 0, cpu, ip: 0, parent: 0, task: [0; 2] }
+        RawRecord { time, index: 0, cpu, ip: 0, parent: 0, task: [0; 2], arguments: None }
     }
 
     fn pass(merger: &mut Merger, records: &[(u64, u16)], pending: usize) -> Vec<u64> {

@@ -7,6 +7,7 @@
 //! * A slot that is reserved and not yet written (its writer was interrupted, or preempted) is
 //!   remembered and visited again; the records behind it are taken meanwhile.
 //! * A record is believed only if, after it was copied, nobody had yet reserved its slot anew.
+//! * A record that needs more room has further slots behind its own ([`continuations`]).
 //! * A writer that was passed by a whole ring while it stood still may write into a slot that is no
 //!   longer its own. Where the reader saw it stand, nothing is believed of that slot from then on.
 //!
@@ -20,10 +21,14 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use vm_memory::{VolatileMemory, VolatileSlice};
 
 use crate::arch::ByteOrder;
-use crate::region::RingLayout;
+use crate::region::{CONTINUATIONS_AT, RingLayout};
+
+mod continuations;
+
+pub use continuations::RecordedWords;
 
 /// One record as the trampoline wrote it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawRecord {
     /// Ticks of the guest's time-stamp clock.
     pub time: u64,
@@ -39,6 +44,8 @@ pub struct RawRecord {
     /// What it tells of the task: the words behind the caller's address
     /// (see [`Arch::task_words`](crate::arch::Arch::task_words)).
     pub task: [u32; 2],
+    /// The arguments of the call, where its function's trampoline records them.
+    pub arguments: Option<Box<RecordedWords>>,
 }
 
 /// The guest wrote into its rings what no trampoline writes.
@@ -99,12 +106,18 @@ pub struct RingReader {
     lost: u64,
     /// Indices of what was lost since the last look, in pieces.
     losses: Vec<Range<u64>>,
+    /// What the guest has counted of slots for more of records, when the head was last looked at.
+    continuations: u64,
+    /// Indices of such slots that were found since then, in pieces.
+    continuations_read: Vec<Range<u64>>,
     corrupt: Option<RingCorrupt>,
 }
 
 /// One ring's memory, bounds checked once.
 struct RingMemory<'a> {
     header: &'a AtomicU64,
+    /// Where slots for more of records are counted.
+    counted: usize,
     window: &'a VolatileSlice<'a>,
     order: ByteOrder,
 }
@@ -121,7 +134,9 @@ impl RingReader {
         order: ByteOrder,
     ) -> Result<Self, RingCorrupt> {
         let mut reader = Self::anywhere(layout, cpu, order);
-        let head = reader.memory(window)?.head(Ordering::Acquire);
+        let memory = reader.memory(window)?;
+        let (continuations, head) = (memory.continuations(), memory.head(Ordering::Acquire));
+        reader.continuations = continuations;
         reader.next = head;
         reader.head = head;
         Ok(reader)
@@ -139,7 +154,12 @@ impl RingReader {
     ) -> Self {
         let mut reader =
             Self { next: range.start, head: range.start, ..Self::anywhere(layout, cpu, order) };
-        match reader.memory(window).map(|memory| memory.head(Ordering::Acquire)) {
+        let memory = reader.memory(window);
+        let memory = memory.map(|memory| (memory.continuations(), memory.head(Ordering::Acquire)));
+        match memory.map(|(continuations, head)| {
+            reader.continuations = continuations;
+            head
+        }) {
             Ok(head) if head >= range.start => reader.head = head.min(range.end.max(range.start)),
             Ok(head) => reader.give_up(RingCorrupt::Head { cpu, from: range.start, to: head }),
             Err(corrupt) => reader.give_up(corrupt),
@@ -158,6 +178,8 @@ impl RingReader {
             tainted: BTreeSet::new(),
             lost: 0,
             losses: Vec::new(),
+            continuations: 0,
+            continuations_read: Vec::new(),
             corrupt: None,
         }
     }
@@ -201,18 +223,20 @@ impl RingReader {
     /// Looks at the head: what was reserved until now is what [`RingReader::read`] will look for.
     pub fn look(&mut self, window: &VolatileSlice<'_>) {
         self.losses.clear();
+        self.continuations_read.clear();
         if self.corrupt.is_some() {
             return;
         }
-        let head = match self.memory(window) {
-            Ok(memory) => memory.head(Ordering::Acquire),
+        // A slot is counted once it is reserved: what is counted by now is below the head.
+        let (continuations, head) = match self.memory(window) {
+            Ok(memory) => (memory.continuations(), memory.head(Ordering::Acquire)),
             Err(corrupt) => return self.give_up(corrupt),
         };
         if head < self.head || head - self.head > MAX_ADVANCE {
             let (from, cpu) = (self.head, self.cpu);
             return self.give_up(RingCorrupt::Head { cpu, from, to: head });
         }
-        self.head = head;
+        (self.head, self.continuations) = (head, continuations);
     }
 
     /// Appends to `records` what was written, at most `limit` records, and tells whether the ring
@@ -298,8 +322,10 @@ impl RingReader {
             if head - index > capacity {
                 self.pass(index, was_pending || is_older);
             } else if age == 0 {
-                if self.tainted.contains(&(index & (capacity - 1))) {
+                if self.is_tainted(index) {
                     self.lose(index..index + 1);
+                } else if continuations::number(record.ip).is_some() {
+                    self.note_continuation(index);
                 } else {
                     records.push(record);
                 }
@@ -322,6 +348,10 @@ impl RingReader {
         }
     }
 
+    fn is_tainted(&self, index: u64) -> bool {
+        self.tainted.contains(&(index & (self.layout.capacity() - 1)))
+    }
+
     fn lose(&mut self, records: Range<u64>) {
         self.lost += records.end - records.start;
         match self.losses.last_mut() {
@@ -332,8 +362,9 @@ impl RingReader {
 
     fn copy(&self, memory: &RingMemory<'_>, index: u64) -> (u32, RawRecord) {
         let offset = self.layout.slot_offset(self.cpu, index);
-        let sequence = memory.u32(offset + 28, Ordering::Acquire);
-        let word = |at| memory.u32(offset + at, Ordering::Relaxed);
+        let sequence = memory.sequence(offset);
+        let word = |at| memory.word(offset + at);
+        let is_complete = sequence == (index + 1) as u32;
         let record = RawRecord {
             time: memory.u64(offset),
             index,
@@ -341,6 +372,7 @@ impl RingReader {
             ip: word(8),
             parent: u64::from(word(16)) << 32 | u64::from(word(12)),
             task: [word(20), word(24)],
+            arguments: is_complete.then(|| self.more(memory, index)).flatten(),
         };
         (sequence, record)
     }
@@ -354,7 +386,8 @@ impl RingReader {
         let header = window
             .get_atomic_ref::<AtomicU64>(self.layout.header_offset(self.cpu))
             .map_err(|_| missing)?;
-        Ok(RingMemory { header, window, order: self.order })
+        let counted = self.layout.header_offset(self.cpu) + CONTINUATIONS_AT as usize;
+        Ok(RingMemory { header, counted, window, order: self.order })
     }
 }
 
@@ -362,6 +395,29 @@ impl RingMemory<'_> {
     /// How many records were ever reserved.
     fn head(&self, ordering: Ordering) -> u64 {
         self.order.u64(self.header.load(ordering).to_ne_bytes())
+    }
+
+    /// How many slots were ever reserved for more of a record.
+    fn continuations(&self) -> u64 {
+        self.u64(self.counted)
+    }
+
+    /// The sequence number of the slot at `offset`, before anything else in it is read.
+    fn sequence(&self, offset: usize) -> u32 {
+        self.u32(offset + 28, Ordering::Acquire)
+    }
+
+    fn word(&self, offset: usize) -> u32 {
+        self.u32(offset, Ordering::Relaxed)
+    }
+
+    /// The 64 bits at `offset`, a multiple of four.
+    fn long(&self, offset: usize) -> u64 {
+        let [first, second] = [self.word(offset), self.word(offset + 4)].map(u64::from);
+        match self.order {
+            ByteOrder::Little => second << 32 | first,
+            ByteOrder::Big => first << 32 | second,
+        }
     }
 
     // Offsets are computed from the layout, whose end was compared with the window's; a failure
@@ -435,6 +491,54 @@ mod tests {
             let index = self.reserve();
             self.fill(index);
             index
+        }
+
+        /// A call with its arguments in further slots, and what is counted of these.
+        fn reserve_more(&self, slots: u64) -> u64 {
+            let window = self.window();
+            let header = self.layout.header_offset(CPU);
+            let add = |at, count| {
+                window.get_atomic_ref::<AtomicU64>(at).unwrap().fetch_add(count, Ordering::AcqRel)
+            };
+            let index = add(header, slots + 1);
+            add(header + CONTINUATIONS_AT as usize, slots);
+            index
+        }
+
+        fn fill_more(&self, index: u64, slots: u64) {
+            let window = self.window();
+            for number in 1..=slots {
+                let slot = self.layout.slot_offset(CPU, index + number);
+                for (word, at) in [0, 12, 20].into_iter().enumerate() {
+                    window.write_obj(index << 8 | number << 4 | word as u64, slot + at).unwrap();
+                }
+                window.write_obj(number as u32, slot + 8).unwrap();
+                let sequence = window.get_atomic_ref::<AtomicU32>(slot + 28).unwrap();
+                sequence.store((index + number + 1) as u32, Ordering::Release);
+            }
+            self.fill(index);
+        }
+
+        fn call_with(&self, slots: u64) -> u64 {
+            let index = self.reserve_more(slots);
+            self.fill_more(index, slots);
+            index
+        }
+
+        /// Which calls were read, and how many words of each.
+        fn drain_with(&self, reader: &mut RingReader) -> Vec<(u64, usize)> {
+            let mut records = Vec::new();
+            reader.look(&self.window());
+            while !reader.read(&self.window(), &mut records, 50) {}
+            let told = records.iter().map(|record| {
+                let words = record.arguments.as_ref().map_or(&[][..], |words| words.words());
+                for (at, word) in words.iter().enumerate() {
+                    let (number, word_in) = (at as u64 / 3 + 1, at as u64 % 3);
+                    assert_eq!(*word, record.index << 8 | number << 4 | word_in);
+                }
+                (record.index, words.len())
+            });
+            told.collect()
         }
 
         fn drain(&self, reader: &mut RingReader) -> Vec<u64> {
@@ -511,6 +615,63 @@ mod tests {
         assert_eq!(guest.drain(&mut reader), after);
         assert_eq!(reader.lost(), 2);
         assert_eq!(reader.corrupt(), None);
+    }
+
+    #[test]
+    fn arguments_come_with_their_call_wherever_its_slots_are() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let mut counted = 0;
+        // Over the ring's end, and over that of what is copied at a time.
+        for round in 0..400_u64 {
+            let slots = round % 5;
+            let calls = [guest.call_with(slots), guest.call()];
+            counted += slots;
+            let expected = [(calls[0], 3 * slots as usize), (calls[1], 0)];
+            assert_eq!(guest.drain_with(&mut reader), expected);
+            let read: u64 = reader.continuations_read().iter().map(|r| r.end - r.start).sum();
+            assert_eq!((read, reader.continuations()), (slots, counted));
+        }
+        assert_eq!((reader.lost(), reader.pending(), reader.corrupt()), (0, 0, None));
+    }
+
+    #[test]
+    fn a_call_that_is_not_written_yet_comes_later_with_its_arguments() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let slow = guest.reserve_more(2);
+        let quick = guest.call_with(1);
+        assert_eq!(guest.drain_with(&mut reader), [(quick, 3)]);
+        assert_eq!(reader.pending(), 3);
+        guest.fill_more(slow, 2);
+        assert_eq!(guest.drain_with(&mut reader), [(slow, 6)]);
+        assert_eq!((reader.lost(), reader.pending()), (0, 0));
+    }
+
+    #[test]
+    fn what_is_lost_is_the_slots_and_what_was_counted_tells_the_calls() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        for _ in 0..100 {
+            guest.call_with(2);
+        }
+        let read = guest.drain_with(&mut reader);
+        // The ring holds 42 calls, and two slots of one of which the first is lost.
+        assert_eq!((read.len(), reader.lost()), (42, 300 - 128));
+        let more: u64 = reader.continuations_read().iter().map(|r| r.end - r.start).sum();
+        let lost_more = reader.continuations() - more;
+        assert_eq!(read.len() as u64 + reader.lost() - lost_more, 100);
+    }
+
+    #[test]
+    fn slots_of_arguments_without_their_call_are_no_records() {
+        let guest = Guest::new();
+        let mut reader = guest.reader();
+        let index = guest.call_with(3);
+        // As if the first one were another's.
+        let slot = guest.layout.slot_offset(CPU, index + 1);
+        guest.window().write_obj(2_u32, slot + 8).unwrap();
+        assert_eq!(guest.drain_with(&mut reader), [(index, 0)]);
     }
 
     #[test]
@@ -592,6 +753,7 @@ mod tests {
             ip: 0x10_0006,
             parent: 0x3ff_7fd0_1234,
             task: [0x0300_0051, 0x0001_0000],
+            arguments: None,
         };
         assert_eq!(records[0], first);
     }

@@ -19,6 +19,8 @@ pub struct Selection {
     pub graph: Option<graph::Options>,
     /// Whether their calls are only counted.
     pub counts: bool,
+    /// Which values are told.
+    pub values: WantedValues,
     /// Whether records stay in the rings, where later ones overwrite them, until they are asked for: see
     /// [`Tracer::hold`](super::tracer::Tracer::hold).
     pub overwrite: bool,
@@ -36,6 +38,15 @@ pub struct Selection {
     pub filter: Filter,
     /// The modules among whose functions they were chosen.
     pub modules: Vec<Arc<Module>>,
+}
+
+/// Which values of calls are told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WantedValues {
+    /// Their arguments. Of functions that are traced by traps they are not known.
+    pub arguments: bool,
+    /// What they return, where returns are told.
+    pub returned: bool,
 }
 
 /// No functions could be chosen.
@@ -178,6 +189,7 @@ impl Selection {
             measures: false,
             overwrite: false,
             calls: None,
+            values: WantedValues::default(),
             sites,
             refused,
             pads,

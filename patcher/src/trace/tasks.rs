@@ -76,7 +76,7 @@ impl<'k> Tasks<'k> {
         }
         let mut last = 0;
         for record in records {
-            let pid = self.words(record).pid;
+            let pid = self.words(record.parent, record.task).pid;
             // Idle tasks are known by their number, and mostly a task makes many calls in a row.
             if pid != last && pid != 0 {
                 last = pid;
@@ -129,7 +129,7 @@ impl<'k> Tasks<'k> {
         });
         if is_whole {
             for record in records {
-                let pid = self.words(record).pid;
+                let pid = self.words(record.parent, record.task).pid;
                 if self.names.len() < MAX_NAMES {
                     self.names.entry(pid).or_insert(None);
                 }
@@ -141,19 +141,18 @@ impl<'k> Tasks<'k> {
         self.stale = now + STALE;
     }
 
-    fn words(&self, record: &RawRecord) -> TaskWords {
-        let [task, count] = record.task;
-        self.kernel.arch().task_words([(record.parent >> 32) as u32, task, count])
+    fn words(&self, parent: u64, [task, count]: [u32; 2]) -> TaskWords {
+        self.kernel.arch().task_words([(parent >> 32) as u32, task, count])
     }
 
     /// The number of a record's task; `None` if records do not tell.
     pub fn pid(&self, record: &RawRecord) -> Option<u32> {
-        self.places.pid.map(|_| self.words(record).pid)
+        self.places.pid.map(|_| self.words(record.parent, record.task).pid)
     }
 
-    /// What a record says of its task and its context.
-    pub fn of(&mut self, record: &RawRecord) -> (Option<Task<'_>>, Option<Context>) {
-        let words = self.words(record);
+    /// What a record with that caller and these words says of its task and its context.
+    pub fn of(&mut self, parent: u64, task: [u32; 2]) -> (Option<Task<'_>>, Option<Context>) {
+        let words = self.words(parent, task);
         self.has_wish |= words.preempt_count >> 31 != 0;
         self.is_wide |= words.preempt_count & WIDE_INTERRUPTS != 0;
         let has_wish = self.has_wish;

@@ -12,20 +12,21 @@ use std::time::{Duration, Instant};
 
 use vm_memory::VolatileSlice;
 
-use super::client::{Client, Later};
+use super::client::{Client, Heads, Later};
 use super::counts::Counts;
 use super::graph::Graph;
 use super::latency::Latencies;
 use super::merge::Merger;
 use super::names::Names;
 use super::ring::{RawRecord, RingCorrupt, RingReader};
-use super::select::Selection;
+use super::select::{Selection, WantedValues};
 use super::sink::Event;
 use super::tasks::Tasks;
+use super::values::Encoder;
 use crate::addr::Gva;
-use crate::arch::ByteOrder;
+use crate::arch::{ArgumentWords, ByteOrder};
 use crate::hook::{GateId, HookError, Hooks, Method, ReleaseError, Want, Witness};
-use crate::kernel::{PadsError, Site};
+use crate::kernel::{Kernel, PadsError, Prototypes, Site, TypesError};
 use crate::machine::{Machine, StopTimes};
 use crate::patch::{Foreign, PlanError, Reverted};
 use crate::region::{Histogram, Part, RegionError, RingLayout};
@@ -41,8 +42,10 @@ pub use modules::{ModuleChange, ModuleNews};
 pub use recorder::Held;
 
 mod events;
+mod values;
 
 use events::{Ticks, Told};
+use values::{Format, Memory};
 
 /// How many clients can trace a guest at the same time.
 pub const MAX_CLIENTS: usize = 16;
@@ -102,12 +105,14 @@ struct Member {
     measured_by: u16,
     /// The clients that its records go to: also those that still have to get their last ones.
     heard_by: u16,
+    /// What its calls and returns tell, once somebody has asked for that.
+    format: Option<Arc<Format>>,
 }
 
 impl Member {
     fn new(site: &Site) -> Self {
         let listed = site.clone();
-        Self { listed, wanted_by: 0, counted_by: 0, measured_by: 0, heard_by: 0 }
+        Self { listed, wanted_by: 0, counted_by: 0, measured_by: 0, heard_by: 0, format: None }
     }
 
     /// The clients for whom something is wanted of it.
@@ -130,6 +135,7 @@ const _: () = assert!(MAX_CLIENTS <= u16::BITS as usize);
 /// What is armed stays so when a tracer is dropped, until the [`Hooks`] are.
 pub struct Tracer<'m, S> {
     machine: &'m dyn Machine,
+    kernel: &'m Kernel,
     rings: RingLayout,
     order: ByteOrder,
     readers: Vec<RingReader>,
@@ -145,6 +151,9 @@ pub struct Tracer<'m, S> {
     next_id: u64,
     ticks: Ticks,
     modules: Modules,
+    /// What functions take, once somebody has asked for that.
+    prototypes: Option<Result<Prototypes, TypesError>>,
+    encoder: Encoder,
 }
 
 impl<'m, S> Tracer<'m, S> {
@@ -157,6 +166,7 @@ impl<'m, S> Tracer<'m, S> {
         let machine = hooks.machine();
         Ok(Self {
             machine,
+            kernel: hooks.kernel(),
             rings: hooks.region().rings(),
             order: hooks.kernel().arch().byte_order(),
             readers: Vec::new(),
@@ -169,6 +179,8 @@ impl<'m, S> Tracer<'m, S> {
             next_id: 0,
             ticks: Ticks::new(machine.clock_hz()),
             modules: Modules::new(),
+            prototypes: None,
+            encoder: Encoder::default(),
         })
     }
 
@@ -212,15 +224,20 @@ impl<'m, S> Tracer<'m, S> {
             self.merger = Merger::default();
         }
         self.meet_modules(hooks, is_first.then_some(&selection.modules));
+        let indices: Vec<usize> =
+            selection.sites.iter().map(|site| self.member(site, hooks)).collect();
+        if selection.values != WantedValues::default() {
+            indices.iter().for_each(|index| self.learn_format(*index));
+        }
         let gated = Gated::new(hooks, selection)?;
-        let wants: Vec<(&Site, Want)> = (selection.sites.iter().enumerate())
-            .map(|(index, site)| (site, hooks.want(site.at), gated.gate(index)))
-            .map(|(site, want, gate)| (site, want, wanted_too(want, selection, gate)))
+        let wants: Vec<(&Site, Want)> = (selection.sites.iter().zip(&indices).enumerate())
+            .map(|(at, (site, index))| (site, *index, hooks.want(site.at), gated.gate(at)))
+            .map(|(site, index, want, gate)| {
+                (site, want, self.wanted_too(want, selection, index, gate))
+            })
             .filter(|(_, want, wanted)| want != wanted)
             .map(|(site, _, wanted)| (site, wanted))
             .collect();
-        let indices: Vec<usize> =
-            selection.sites.iter().map(|site| self.member(site, hooks)).collect();
         let functions = indices.iter().map(|index| *index as u32);
         let counts = match selection.counts {
             true => Some(Counts::new(hooks, functions.clone().zip(selection.sites.clone()))?),
@@ -269,9 +286,10 @@ impl<'m, S> Tracer<'m, S> {
             filter: selection.filter.clone(),
             method: selection.method,
             returns: selection.graph.is_some(),
+            values: selection.values,
             calls: selection.calls.clone().map(Arc::new),
         };
-        let heads = heads(&self.readers);
+        let heads = Heads::of(&self.readers);
         let mut client = Client::new(id, sink, (graph, counts), heads, changed.stops, later);
         client.overwrites = selection.overwrite;
         client.turned_away = turned_away;
@@ -296,7 +314,10 @@ impl<'m, S> Tracer<'m, S> {
         let member = Member::new(site);
         match self.members.get_mut(index) {
             // It was armed before; some client may still have to get its last records.
-            Some(known) => *known = Member { heard_by: known.heard_by, ..member },
+            Some(known) => {
+                let (heard_by, format) = (known.heard_by, known.format.take());
+                *known = Member { heard_by, format, ..member };
+            }
             None => self.members.push(member),
         }
         index
@@ -307,6 +328,57 @@ impl<'m, S> Tracer<'m, S> {
         let listed = &self.members[index].listed;
         let ip = record_ip(listed.at, &listed.original);
         self.names.index_of(ip.0 as u32) == Some(index)
+    }
+
+    /// Finds out what the calls and returns of a function tell.
+    fn learn_format(&mut self, index: usize) {
+        let (kernel, ram) = (self.kernel, self.machine.ram());
+        let prototypes = self.prototypes.get_or_insert_with(|| kernel.prototypes(ram));
+        let member = &mut self.members[index];
+        member.format.get_or_insert_with(|| {
+            Arc::new(Format::of(kernel, prototypes.as_ref().ok(), &member.listed))
+        });
+    }
+
+    /// Why the values of calls have no types, if somebody has asked for them and that is so.
+    #[must_use]
+    pub fn without_types(&self) -> Option<&TypesError> {
+        self.prototypes.as_ref()?.as_ref().err()
+    }
+
+    /// What the pad of the member with that index is to do that does what `want` says, for a client with that
+    /// selection as well. Returns and arguments are recorded only of what is traced by calls, and only traces
+    /// are of calls that a gate lets through.
+    fn wanted_too(
+        &self,
+        want: Want,
+        selection: &Selection,
+        index: usize,
+        gate: Option<GateId>,
+    ) -> Want {
+        let calls_code = want.counted || want.measured;
+        let method = if calls_code { Method::Call } else { selection.method };
+        let mut wanted = match selection.graph {
+            // A pad that is a trap calls nothing.
+            _ if selection.counts => {
+                Want { counted: true, traced: want.traced.map(|_| Method::Call), ..want }
+            }
+            _ if selection.measures => {
+                Want { measured: true, traced: want.traced.map(|_| Method::Call), ..want }
+            }
+            Some(_) => Want { traced: Some(Method::Call), returns: true, gate, ..want },
+            None => Want { traced: want.traced.or(Some(method)), gate, ..want },
+        };
+        if selection.values.arguments {
+            wanted.traced = Some(Method::Call);
+            wanted.arguments = self.argument_words(index);
+        }
+        wanted
+    }
+
+    /// The words of the arguments of a member that are recorded where somebody asks for them.
+    fn argument_words(&self, index: usize) -> ArgumentWords {
+        self.members[index].format.as_ref().map_or(ArgumentWords::NONE, |format| format.words())
     }
 
     fn fresh_readers(&self) -> Result<Vec<RingReader>, RingCorrupt> {
@@ -336,7 +408,7 @@ impl<'m, S> Tracer<'m, S> {
         if result.as_ref().map_or(true, |changed| changed.stops.is_empty()) {
             look.after();
         }
-        let heads = heads(&self.readers);
+        let heads = Heads::of(&self.readers);
         if let Some(client) = &mut self.clients[slot] {
             client.end_at(heads);
             for counts in [&mut client.counts, &mut client.turned_away].into_iter().flatten() {
@@ -368,13 +440,16 @@ impl<'m, S> Tracer<'m, S> {
     /// What the pad of a function is still to do, if that is less than `want`, which it does now.
     fn still_wanted(&self, member: &Member, want: Want) -> Option<Want> {
         let slots = (0..MAX_CLIENTS).filter(|slot| member.wanted_by & 1 << slot != 0);
-        let mut clients = slots.filter_map(|slot| self.clients[slot].as_ref());
-        let returns = clients.any(|client| client.graph.is_some());
+        let clients: Vec<_> = slots.filter_map(|slot| self.clients[slot].as_ref()).collect();
+        let returns = clients.iter().any(|client| client.graph.is_some());
         let counted = want.counted && member.counted_by != 0;
         let measured = want.measured && member.measured_by != 0;
         let mut still = Want { counted, measured, ..want };
         if member.wanted_by == 0 {
             (still.traced, still.gate) = (None, None);
+        }
+        if !clients.iter().any(|client| client.values.arguments) {
+            still.arguments = ArgumentWords::NONE;
         }
         still.returns &= returns && still.traced.is_some();
         (still != want).then_some(still)
@@ -414,6 +489,8 @@ impl<'m, S> Tracer<'m, S> {
         let (names, members, clients) = (&mut self.names, &self.members, &mut self.clients);
         let tasks = &mut self.tasks;
         let ticks = self.ticks;
+        let (memory, encoder) =
+            (memory(self.kernel, self.machine, &self.prototypes), &mut self.encoder);
         self.merger.pass(pending, Instant::now(), |record| {
             let Some(told) = Told::of(record, names) else { return };
             let mut slots = members[told.index].heard_by;
@@ -425,7 +502,9 @@ impl<'m, S> Tracer<'m, S> {
                     && client.owns(record)
                     && let Some(event) = told.event(client.graph.as_mut(), names, tasks, ticks)
                 {
-                    client.give(record, told.index, &event, &mut give);
+                    let format = members[told.index].format.as_deref();
+                    let values = told.values(&event, client.values, format, memory, encoder);
+                    client.give(record, told.index, &Event { values, ..event }, &mut give);
                 }
             }
         });
@@ -466,6 +545,8 @@ impl<'m, S> Tracer<'m, S> {
         let slot = self.slot(client)?;
         let mut client = self.clients[slot].take()?;
         let (names, members) = (&mut self.names, &mut self.members);
+        let (memory, encoder) =
+            (memory(self.kernel, self.machine, &self.prototypes), &mut self.encoder);
         let mut last: Vec<Told<'_>> = (self.merger.held().iter())
             .filter(|record| !client.overwrites && client.owns(record))
             .filter_map(|record| Told::of(record, names))
@@ -475,7 +556,9 @@ impl<'m, S> Tracer<'m, S> {
         for told in last {
             let graph = client.graph.as_mut();
             if let Some(event) = told.event(graph, names, &mut self.tasks, self.ticks) {
-                client.give(told.record, told.index, &event, &mut give);
+                let format = members[told.index].format.as_deref();
+                let values = told.values(&event, client.values, format, memory, encoder);
+                client.give(told.record, told.index, &Event { values, ..event }, &mut give);
             }
         }
         for member in members {
@@ -587,22 +670,14 @@ pub struct Finished<S> {
     pub failure: Option<io::Error>,
 }
 
-/// What a pad is to do that does what `want` says, for a client with that selection as well. Returns are
-/// recorded only of what is traced by calls, and only traces are of calls that a gate lets through.
-fn wanted_too(want: Want, selection: &Selection, gate: Option<GateId>) -> Want {
-    let calls_code = want.counted || want.measured;
-    let method = if calls_code { Method::Call } else { selection.method };
-    match selection.graph {
-        // A pad that is a trap calls nothing.
-        _ if selection.counts => {
-            Want { counted: true, traced: want.traced.map(|_| Method::Call), ..want }
-        }
-        _ if selection.measures => {
-            Want { measured: true, traced: want.traced.map(|_| Method::Call), ..want }
-        }
-        Some(_) => Want { traced: Some(Method::Call), returns: true, gate, ..want },
-        None => Want { traced: want.traced.or(Some(method)), gate, ..want },
-    }
+/// Where values are looked up.
+fn memory<'a>(
+    kernel: &'a Kernel,
+    machine: &'a dyn Machine,
+    prototypes: &'a Option<Result<Prototypes, TypesError>>,
+) -> Memory<'a> {
+    let prototypes = prototypes.as_ref().and_then(|all| all.as_ref().ok());
+    Memory { kernel, ram: machine.ram(), prototypes }
 }
 
 /// Records taken from a ring before the next look at how many there are.

@@ -31,6 +31,7 @@ mod summary;
 mod top;
 mod trace;
 mod trace_options;
+mod value_options;
 mod watch;
 
 use status::Status;

@@ -29,6 +29,7 @@ use super::progress::Progress;
 use super::reach::connect;
 use super::status::Status;
 use super::trace_options::{Method, Tracer};
+use super::value_options::ValueOptions;
 use super::{is_broken_pipe, say, summary};
 use crate::signals::{self, EndSignal};
 
@@ -70,6 +71,9 @@ pub struct Options {
     /// ends, the guest crashes, or vmm trace NAME snapshot asks for it
     #[arg(long)]
     overwrite: bool,
+
+    #[command(flatten)]
+    values: ValueOptions,
 
     #[command(flatten)]
     calls: CallOptions,
@@ -141,6 +145,9 @@ Examples:
   Show which calls of the page allocator took longer than a tenth of a millisecond:
     vmm trace guest1 graph -f '*alloc_pages*' --threshold 100us
 
+  See which files are opened, how, and what comes of it:
+    vmm trace guest1 graph -f do_sys_openat2 -f getname_flags --args --ret
+
   See only the large reads of one process, and of them no more than a hundred a second:
     vmm trace guest1 func -l 1234 -f 'vfs_read: count > 65536' --rate 100
 
@@ -191,6 +198,8 @@ pub fn run(options: &Options) -> Result<Status> {
         notrace: options.notrace.clone(),
         method: options.method.into(),
         graph: options.graph.request(),
+        args: options.values.args,
+        ret: options.values.ret,
         count: options.count.request(),
         overwrite: options.overwrite,
         calls: options.calls.request(),

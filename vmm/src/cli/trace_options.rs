@@ -8,6 +8,7 @@ use super::call_options::CallOptions;
 use super::count_options::CountOptions;
 use super::graph_options::{Contradiction, GraphOptions, checked};
 use super::output::{Destination, Format, Output};
+use super::value_options::ValueOptions;
 
 /// A trace that is wanted from the beginning.
 #[derive(Debug, Args)]
@@ -55,6 +56,9 @@ pub struct TraceOptions {
     /// ends, the guest crashes, or vmm trace NAME snapshot asks for it
     #[arg(long, requires = "trace")]
     pub overwrite: bool,
+
+    #[command(flatten)]
+    pub values: ValueOptions,
 
     #[command(flatten)]
     pub calls: CallOptions,
@@ -125,6 +129,9 @@ impl TraceOptions {
     pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
         self.count.check(self.trace, self.format)?;
         let Some(tracer) = self.trace else {
+            if !self.values.is_unused() {
+                return Err(Contradiction("--args and --ret need --trace".into()));
+            }
             if self.calls.request() != CallsRequest::default() {
                 return Err(Contradiction("which calls are traced needs --trace".into()));
             }
@@ -140,6 +147,8 @@ impl TraceOptions {
             notrace: self.notrace.clone(),
             method: self.method.into(),
             graph: self.graph.request(),
+            args: self.values.args,
+            ret: self.values.ret,
             count: self.count.request(),
             overwrite: self.overwrite,
             calls: self.calls.request(),

@@ -75,7 +75,7 @@ impl Names {
         rest.is_empty().then_some(())
     }
 
-    fn event(&mut self, call: &Call) -> Option<Event<'_>> {
+    fn event<'e>(&'e mut self, call: &Call<'e>) -> Option<Event<'e>> {
         let counted = u64::from(call.kind.is_call());
         self.current.get_mut(call.function as usize)?.calls += counted;
         let generation = self.generation << 32;
@@ -96,6 +96,7 @@ impl Names {
                 (Some(pid), Some(comm)) => Some(Task { pid, comm: Some(name(comm)?.text) }),
             },
             context: self.contexts.then_some(call.context),
+            values: call.values,
             missed: 0,
         })
     }

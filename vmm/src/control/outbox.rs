@@ -340,6 +340,7 @@ impl Sink for Outbox {
             pid: event.task.map(|task| task.pid),
             comm,
             kind: event.kind,
+            values: event.values,
         };
         if self.batch.calls.capacity() == 0 {
             self.batch.calls.reserve(MAX_CALLS.min(1024) * CALL_BYTES);

@@ -24,6 +24,7 @@ use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
+mod arguments;
 mod counter;
 mod gate;
 mod measure;
@@ -203,6 +204,11 @@ impl Arch for Aarch64 {
 
     fn compared_and_swapped(&self, text: &[u8], at: Gva) -> Vec<Gva> {
         swaps::compared_and_swapped(text, at)
+    }
+
+    fn kernel_addresses(&self) -> Option<Gva> {
+        // Where the addresses of TTBR1 begin, as wide as they may be.
+        Some(Gva(0xfff0_0000_0000_0000))
     }
 
     fn calling_convention(&self) -> &'static CallingConvention {

@@ -18,6 +18,7 @@
 //! * It returns by `ret` with a register, which is no branch that needs a landing pad (BTI), and
 //!   which the return stack of the processor expects after a `bl`.
 
+use super::arguments;
 use super::pads::encode_jump;
 use crate::addr::Gva;
 use crate::arch::{Logger, OutOfReach, PidPlace, TaskPlaces, Then};
@@ -53,13 +54,18 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     words.push(page_address(here(&words), rings.headers(), 17)?); // adrp x17, headers
     words.push(add_shifted(17, 17, 16, shift(HEADER_BYTES))); // add x17, x17, x16, lsl #header
     words.push(0xc85f_7c00 | 17 << 5 | 10); //          ldxr x10, [x17]
-    words.push(0x9100_0400 | 10 << 5 | 11); //          add x11, x10, #1
+    let slots = 1 + logger.arguments.slots() as u32;
+    words.push(0x9100_0000 | slots << 10 | 10 << 5 | 11); // add x11, x10, #slots
     words.push(0xc800_7c00 | 12 << 16 | 17 << 5 | 11); // stxr w12, x11, [x17]
     words.push(0x35ff_ffa0 | 12); //                    cbnz w12, three instructions back
+    if slots > 1 {
+        arguments::count(&mut words, logger.arguments);
+    }
 
     // x17 = the slot.
     words.push(page_address(here(&words), rings.slots(), 17)?); // adrp x17, slots
     words.push(add_shifted(17, 17, 16, rings.ring_shift().into())); // add x17, x17, x16, lsl #ring
+    arguments::store(&mut words, logger.arguments, rings);
     let index_bits = rings.index_mask().count_ones();
     words.push(0x9240_0000 | (index_bits - 1) << 10 | 10 << 5 | 10); // and x10, x10, #slots - 1
     words.push(add_shifted(17, 17, 10, shift(RECORD_BYTES))); // add x17, x17, x10, lsl #record
@@ -180,6 +186,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
+    use crate::arch::ArgumentWords;
     use crate::arch::ReturnForm;
     use crate::region::RingLayout;
 
@@ -190,6 +197,7 @@ mod tests {
             cpu_number: 0x10,
             rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
             task: TaskPlaces {
                 pid: Some(PidPlace::InTask { current: 0, pid: 1352 }),

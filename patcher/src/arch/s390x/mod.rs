@@ -17,6 +17,7 @@ use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
+mod arguments;
 mod counter;
 mod gate;
 mod measure;

@@ -14,6 +14,7 @@
 //! The slot is reserved by compare-and-swap, which every processor has; interlocked addition needs a
 //! facility that the oldest ones lack, and would not be told of by any kernel's symbols.
 
+use super::arguments;
 use super::pads::halfwords;
 use crate::addr::Gva;
 use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, TaskPlaces, Then};
@@ -25,6 +26,9 @@ use crate::region::{HEADER_BYTES, RECORD_BYTES, RingLayout};
 /// The rings or the next piece of code are not within 4 GiB of `at`, or the CPU's number and what is recorded of the task are not
 /// within 512 KiB of address 0.
 pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> {
+    if logger.arguments.slots() > 0 {
+        return arguments::assemble(logger, at);
+    }
     let rings = &logger.rings;
     let mut code = Vec::with_capacity(128);
     code.extend([0xeb, 0x24, 0xf0, 0x10, 0x00, 0x24]); // stmg %r2,%r4,16(%r15)
@@ -174,6 +178,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
+    use crate::arch::ArgumentWords;
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
 
@@ -182,6 +187,7 @@ mod tests {
             cpu_number: 0x3a0,
             rings: RingLayout::new(base, 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: 0, form: ReturnForm::Plain },
             task: TaskPlaces { pid: Some(PidPlace::Fixed(0x39c)), preempt_count: Some(0x3a8) },
         }

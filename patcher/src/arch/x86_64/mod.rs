@@ -16,6 +16,7 @@ use crate::addr::{Gpa, Gva};
 use crate::machine::Registers;
 use crate::region::{Counters, THUNK_BLOCK_BYTES};
 
+mod arguments;
 mod counter;
 mod gate;
 mod measure;
@@ -156,6 +157,11 @@ impl Arch for X86_64 {
 
     fn count_returns(&self, text: &[u8], at: Gva, thunks: &[Gva]) -> ReturnCount {
         returns::count(text, at, thunks)
+    }
+
+    fn kernel_addresses(&self) -> Option<Gva> {
+        // The upper half with five levels of tables; with four it begins later.
+        Some(Gva(0xff00_0000_0000_0000))
     }
 
     fn calling_convention(&self) -> &'static CallingConvention {

@@ -23,6 +23,7 @@
 //! Every register and all arithmetic flags are as they were when the code returns. It returns as
 //! the guest's own functions do, through the guest's return thunk where it has one.
 
+use super::arguments;
 use crate::addr::Gva;
 use crate::arch::{Logger, OutOfReach, PidPlace, ReturnForm, Then};
 use crate::region::{HEADER_BYTES, RECORD_BYTES};
@@ -47,6 +48,8 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
     let [header_shift, record_shift] =
         [HEADER_BYTES, RECORD_BYTES].map(|n| n.trailing_zeros() as u8);
 
+    let extra = logger.arguments.slots() as u8;
+
     let mut code = Vec::with_capacity(128);
     let mut put = |bytes: &[&[u8]]| bytes.iter().for_each(|part| code.extend_from_slice(part));
 
@@ -58,9 +61,18 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
 
     // Reserve: rcx = offset of the CPU's header, rbx = index of the record in that CPU's ring.
     put(&[&[0x65, 0x8b, 0x0c, 0x25], &logger.cpu_number.to_le_bytes()]); // mov ecx, gs:[cpu]
-    put(&[&[0xbb, 1, 0, 0, 0]]); //           mov ebx, 1
+    put(&[&[0xbb, 1 + extra, 0, 0, 0]]); //   mov ebx, slots
     put(&[&[0xc1, 0xe1, header_shift]]); //   shl ecx, log2(header)
     put(&[&[0xf0, 0x48, 0x0f, 0xc1, 0x99], &headers.to_le_bytes()]); // lock xadd [rcx+h], rbx
+
+    // Arguments have slots of their own. Rings are larger than their headers.
+    let to_ring = [0x48, 0xc1, 0xe1, rings.ring_shift() - header_shift]; // shl rcx, log2(ring/header)
+    if extra > 0 {
+        arguments::count(&mut code, logger.arguments, headers);
+        code.extend_from_slice(&to_ring);
+        arguments::store(&mut code, logger.arguments, rings, slots);
+    }
+    let mut put = |bytes: &[&[u8]]| bytes.iter().for_each(|part| code.extend_from_slice(part));
 
     // rax = time.
     if logger.clock {
@@ -69,8 +81,10 @@ pub(super) fn assemble(logger: &Logger, at: Gva) -> Result<Vec<u8>, OutOfReach> 
         put(&[&[0x48, 0x09, 0xd0]]); //       or rax, rdx
     }
 
-    // rcx + rdx = offset of the slot from the first ring. Rings are larger than their headers.
-    put(&[&[0x48, 0xc1, 0xe1, rings.ring_shift() - header_shift]]); // shl rcx, log2(ring/header)
+    // rcx + rdx = offset of the slot from the first ring.
+    if extra == 0 {
+        put(&[&to_ring]);
+    }
     put(&[&[0x89, 0xda]]); //                 mov edx, ebx
     put(&[&[0x81, 0xe2], &rings.index_mask().to_le_bytes()]); // and edx, slots - 1
     put(&[&[0xc1, 0xe2, record_shift]]); //   shl edx, log2(record)
@@ -150,7 +164,7 @@ mod tests {
     use capstone::prelude::*;
 
     use super::*;
-    use crate::arch::TaskPlaces;
+    use crate::arch::{ArgumentWords, TaskPlaces};
     use crate::region::RingLayout;
 
     fn logger(form: ReturnForm) -> Logger {
@@ -158,6 +172,7 @@ mod tests {
             cpu_number: 0x1_f0c0,
             rings: RingLayout::new(Gva(0xffff_ffff_be20_0000), 0x400_0000 + (2 << 20), 2).unwrap(),
             clock: true,
+            arguments: ArgumentWords::NONE,
             then: Then::GoOn { behind: 0, form },
             task: TaskPlaces {
                 pid: Some(PidPlace::InTask { current: 0x1_fb80, pid: 2416 }),
@@ -282,5 +297,53 @@ mod tests {
         let plain = logger(ReturnForm::Plain);
         let far_rings = RingLayout::new(far, 4 << 20, 1).unwrap();
         assert_eq!(refused(Logger { rings: far_rings, ..plain }).to, far);
+    }
+
+    #[test]
+    fn arguments_are_written_into_the_slots_behind() {
+        use crate::arch::Arch;
+        let convention = crate::arch::x86_64::X86_64.calling_convention();
+        let arguments = ArgumentWords::new(convention, 3, 2);
+        let logger = Logger { arguments, ..logger(ReturnForm::Plain) };
+        let at = Gva(0xffff_ffff_be00_0000);
+        let code = listing(&assemble(&logger, at).unwrap(), at.0);
+        assert_eq!(
+            code[5..38],
+            [
+                "mov ecx, dword ptr gs:[0x1f0c0]",
+                "mov ebx, 3",
+                "shl ecx, 7",
+                "lock xadd qword ptr [rcx - 0x41e00000], rbx",
+                "lock add qword ptr [rcx - 0x41dffff8], 2",
+                "shl rcx, 0x12",
+                "lea edx, [rbx + 1]",
+                "and edx, 0xfffff",
+                "shl edx, 5",
+                "lea rdx, [rcx + rdx - 0x41df0000]",
+                "mov dword ptr [rdx + 8], 1",
+                "mov qword ptr [rdx], rdi",
+                "mov qword ptr [rdx + 0xc], rsi",
+                "mov rax, qword ptr [rsp + 8]",
+                "mov qword ptr [rdx + 0x14], rax",
+                "lea eax, [rbx + 2]",
+                "mov dword ptr [rdx + 0x1c], eax",
+                "lea edx, [rbx + 2]",
+                "and edx, 0xfffff",
+                "shl edx, 5",
+                "lea rdx, [rcx + rdx - 0x41df0000]",
+                "mov dword ptr [rdx + 8], 2",
+                "mov rax, qword ptr [rsp + 0x38]",
+                "mov qword ptr [rdx], rax",
+                "mov rax, qword ptr [rsp + 0x40]",
+                "mov qword ptr [rdx + 0xc], rax",
+                "lea eax, [rbx + 3]",
+                "mov dword ptr [rdx + 0x1c], eax",
+                "rdtsc",
+                "shl rdx, 0x20",
+                "or rax, rdx",
+                "mov edx, ebx",
+                "and edx, 0xfffff",
+            ]
+        );
     }
 }

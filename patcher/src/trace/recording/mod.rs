@@ -18,7 +18,10 @@ pub use recorder::Recorder;
 const MAGIC: [u8; 8] = *b"\x89VMMREC\n";
 
 /// The version of the format that is written and read.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
+
+/// The oldest version that is read: it lacks values.
+const OLDEST: u32 = 2;
 
 /// Bytes in a block at most, beside its header.
 const MAX_BLOCK: usize = 1 << 20;
@@ -37,6 +40,9 @@ const CALL_BYTES: usize = 24;
 
 /// The bit of an event's context that tells that there is something behind it.
 const MORE: u8 = 1 << 6;
+
+/// The bit of the kind of what is behind an event that tells that values are behind that.
+const VALUES: u8 = 1 << 7;
 
 /// Bytes behind an event at most, with its kind and their number.
 const MAX_MORE: usize = 1 << 12;

@@ -4,9 +4,9 @@ use std::fmt;
 use std::io::{self, ErrorKind, Read};
 
 use super::block::{HEADER, Header, Kind};
-use super::{MAGIC, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_MORE, MAX_NAME, MORE, VERSION};
+use super::{MAGIC, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_MORE, MAX_NAME, MORE, OLDEST, VALUES, VERSION};
 use crate::arch::ByteOrder;
-use crate::trace::sink::{Beginning, Context, Event, EventKind, Name, Task, Tracer};
+use crate::trace::sink::{Beginning, Context, Event, EventKind, Name, Task, Tracer, Values};
 
 /// A recording can't be read.
 #[derive(Debug, thiserror::Error)]
@@ -17,7 +17,7 @@ pub enum RecordingError {
     NotOne,
     /// It is of another version.
     #[error(
-        "it is a recording of version {found}, and this vmm reads version {VERSION}: use the vmm \
+        "it is a recording of version {found}, and this vmm reads versions {OLDEST} to {VERSION}: use the vmm \
          that made it"
     )]
     Version {
@@ -102,7 +102,7 @@ impl<R: Read> Recording<R> {
             return Err(RecordingError::NotOne);
         }
         let version = u32::from_le_bytes([start[8], start[9], start[10], start[11]]);
-        if got == start.len() && version != VERSION {
+        if got == start.len() && !(OLDEST..=VERSION).contains(&version) {
             return Err(RecordingError::Version { found: version });
         }
         let (release, architecture) = (String::new(), String::new());
@@ -283,8 +283,8 @@ impl<R: Read> Recording<R> {
         Ok(())
     }
 
-    fn call(&self, call: &Call) -> Option<Event<'_>> {
-        let Call { time_ns, kind, cpu, flags, preempt_depth, .. } = *call;
+    fn call<'e>(&'e self, call: &Call<'e>) -> Option<Event<'e>> {
+        let Call { time_ns, kind, cpu, flags, preempt_depth, values, .. } = *call;
         let name = |number: u32| {
             let Known { text, address, offset } = self.names.get(number as usize)?;
             let id = self.generation << 32 | u64::from(number);
@@ -311,7 +311,7 @@ impl<R: Read> Recording<R> {
             nmi: is_set(5),
             preempt_depth,
         });
-        Some(Event { time_ns, kind, cpu, function, caller, task, context, missed: 0 })
+        Some(Event { time_ns, kind, cpu, function, caller, task, context, values, missed: 0 })
     }
 
     fn end(&mut self, content: &[u8]) -> Result<(), &'static str> {
@@ -323,7 +323,7 @@ impl<R: Read> Recording<R> {
 }
 
 /// An event as it is written down.
-struct Call {
+struct Call<'a> {
     time_ns: u64,
     function: u32,
     caller: u32,
@@ -332,20 +332,24 @@ struct Call {
     flags: u8,
     preempt_depth: u8,
     kind: EventKind,
+    values: Values<'a>,
 }
 
-impl Call {
-    fn of(fields: &mut Fields<'_>) -> Option<Self> {
+impl<'a> Call<'a> {
+    fn of(fields: &mut Fields<'a>) -> Option<Self> {
         let time_ns = fields.u64()?;
         let (function, caller, task) = (fields.u32()?, fields.u32()?, fields.u32()?);
         let (cpu, flags, preempt_depth) = (fields.u16()?, fields.u8()?, fields.u8()?);
-        let mut kind = EventKind::Call;
+        let (mut kind, mut values) = (EventKind::Call, Values::NONE);
         if flags & MORE != 0 {
             let (tag, length) = (fields.u8()?, usize::from(fields.u16()?));
             let more = fields.take(length).filter(|more| more.len() <= MAX_MORE)?;
-            kind = EventKind::decode(tag, more)?;
+            kind = EventKind::decode(tag & !VALUES, more)?;
+            if tag & VALUES != 0 {
+                values = Values::new(more.get(kind.bytes()..)?);
+            }
         }
-        Some(Self { time_ns, function, caller, task, cpu, flags, preempt_depth, kind })
+        Some(Self { time_ns, function, caller, task, cpu, flags, preempt_depth, kind, values })
     }
 }
 

@@ -6,7 +6,8 @@ use rustc_hash::FxHashMap;
 
 use super::block::{Kind, append};
 use super::{
-    CALL_BYTES, MAGIC, MAX_BLOCK, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_MORE, MAX_NAME, MORE, VERSION,
+    CALL_BYTES, MAGIC, MAX_BLOCK, MAX_KNOWN, MAX_KNOWN_BYTES, MAX_MORE, MAX_NAME, MORE, VALUES,
+    VERSION,
 };
 use crate::arch::ByteOrder;
 use crate::trace::sink::{Beginning, Context, Event, EventKind, Name, Sink, Task, Tracer};
@@ -212,15 +213,18 @@ impl<W: Write> Sink for Recorder<W> {
         call[20..22].copy_from_slice(&event.cpu.to_le_bytes());
         call[22] = event.context.map_or(0, flags);
         call[23] = event.context.map_or(0, |context| context.preempt_depth);
-        if event.kind != EventKind::Call {
+        let values = event.values.bytes();
+        let has_more = event.kind != EventKind::Call || values.is_some();
+        if has_more {
             call[22] |= MORE;
         }
         self.calls.extend_from_slice(&call);
-        if event.kind != EventKind::Call {
-            self.calls.push(event.kind.tag());
+        if has_more {
+            self.calls.push(event.kind.tag() | values.map_or(0, |_| VALUES));
             let length_at = self.calls.len();
             self.calls.extend_from_slice(&[0; 2]);
             event.kind.encode(&mut self.calls);
+            self.calls.extend_from_slice(values.unwrap_or_default());
             let length = (self.calls.len() - length_at - 2) as u16;
             self.calls[length_at..length_at + 2].copy_from_slice(&length.to_le_bytes());
         }

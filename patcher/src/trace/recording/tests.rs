@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::arch::ByteOrder;
 use crate::trace::sink::{
-    Beginning, Context, Event, EventKind, JsonLines, Name, Return, Sink, Task, Tracer,
+    Beginning, Context, Event, EventKind, JsonLines, Name, Return, Sink, Task, Tracer, Values,
 };
 
 const BEGINNING: Beginning<'_> = Beginning {
@@ -18,6 +18,13 @@ const BEGINNING: Beginning<'_> = Beginning {
 
 const TEXTS: [&str; 5] = ["vfs_read", "vfs_write", "f", "", "0xffffffffc0001234"];
 const COMMS: [&str; 3] = ["busybox", "a b", ""];
+
+/// None that were asked for, none that there are, and two, of which one has no name.
+const VALUES: [Values<'_>; 3] = [
+    Values::NONE,
+    Values::new(&[]),
+    Values::new(b"\x02\x03dfd\x9c\xff\xff\xff\xff\xff\xff\xff\x00\x00"),
+];
 
 fn event(step: u64) -> Event<'static> {
     let name = |id: u64| Name { id, text: TEXTS[id as usize], address: !id, offset: id };
@@ -49,6 +56,7 @@ fn event(step: u64) -> Event<'static> {
             nmi: bit(5),
             preempt_depth: step as u8,
         }),
+        values: VALUES[step as usize % VALUES.len()],
         missed: if step % 11 == 3 { step } else { 0 },
     }
 }
@@ -112,7 +120,7 @@ fn the_bytes_are_those_that_are_documented() {
     recorder.begin(&BEGINNING).unwrap();
     recorder.event(&event(14)).unwrap();
     recorder.end(1, 15).unwrap();
-    let mut expected = b"\x89VMMREC\n\x02\0\0\0".to_vec();
+    let mut expected = b"\x89VMMREC\n\x03\0\0\0".to_vec();
     let mut block = |kind: u8, content: &[u8]| {
         let header = [[kind, 0, 0, 0], (content.len() as u32).to_le_bytes()].concat();
         let sum = crc32fast::hash(&[&header, content].concat());
@@ -127,8 +135,10 @@ fn the_bytes_are_those_that_are_documented() {
     block(3, b"\0\x02\0\0\0\0\0");
     let time = 14_u64.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     let numbers = [[0, 0, 0, 0]; 3].concat();
-    // An entry, with four bytes behind it.
-    let call = [&time[..], &numbers, &[0, 0, 0xc0 | 14, 14], &[1, 4, 0], &[14, 0, 0, 0]].concat();
+    // An entry, with its depth and two values behind it.
+    let values = b"\x02\x03dfd\x9c\xff\xff\xff\xff\xff\xff\xff\x00\x00";
+    let behind = [&[0x81, 4 + values.len() as u8, 0][..], &[14, 0, 0, 0], values].concat();
+    let call = [&time[..], &numbers, &[0, 0, 0xc0 | 14, 14], &behind].concat();
     block(4, &[&[1, 0, 0, 0, 0, 0, 0, 0, 14, 0, 0, 0, 0, 0, 0, 0][..], &call].concat());
     block(5, &[1, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(bytes, expected);
@@ -179,9 +189,10 @@ fn what_is_no_recording_is_told_in_a_sentence() {
     assert_eq!(said(b""), "it is no recording of vmm's: it does not begin as one");
     assert_eq!(said(b"# tracer: function\n"), said(b""));
     let bytes = recording(1, 1);
-    let newer = [&bytes[..8], &[3, 0, 0, 0], &bytes[12..]].concat();
+    let newer = [&bytes[..8], &[4, 0, 0, 0], &bytes[12..]].concat();
     assert!(
-        said(&newer).starts_with("it is a recording of version 3, and this vmm reads version 2")
+        said(&newer)
+            .starts_with("it is a recording of version 4, and this vmm reads versions 2 to 3")
     );
     assert_eq!(
         said(&bytes[..20]),

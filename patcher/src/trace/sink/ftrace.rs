@@ -5,7 +5,7 @@ use std::io::{self, Seek, SeekFrom, Write};
 use super::super::context::UNKNOWN;
 use super::graph_text::GraphLines;
 use super::{
-    Beginning, Event, EventKind, Gathered, GraphColumns, Sink, Tracer, decimal, no_such_cpu,
+    Beginning, Event, EventKind, Gathered, GraphColumns, Sink, Tracer, Values, decimal, no_such_cpu,
 };
 
 /// The text of tracefs' `trace` file with the `function` tracer, or with `function_graph` if the trace tells
@@ -141,6 +141,7 @@ impl<W: Write> Sink for FtraceText<W> {
         decimal(line, microseconds % 1_000_000, 6, b'0');
         line.extend_from_slice(b": ");
         line.extend_from_slice(event.function.as_bytes());
+        arguments(line, event.values);
         line.extend_from_slice(b" <-");
         line.extend_from_slice(event.caller.as_bytes());
         line.push(b'\n');
@@ -162,6 +163,14 @@ impl<W: Write> Sink for FtraceText<W> {
     }
 }
 
+/// Appends the arguments of a call between parentheses (`func-args`), if they are told.
+fn arguments(line: &mut Vec<u8>, values: Values<'_>) {
+    if values.are_told() {
+        // A Vec takes what it is given.
+        let _ = write!(line, "({values})");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::tests::BEGINNING;
@@ -180,7 +189,17 @@ mod tests {
     ) -> Event<'static> {
         let (function, caller) = (name(0, function), name(1, caller));
         let (kind, task, context) = (EventKind::Call, None, None);
-        Event { time_ns, kind, cpu, function, caller, task, context, missed: 0 }
+        Event {
+            time_ns,
+            kind,
+            cpu,
+            function,
+            caller,
+            task,
+            context,
+            values: Values::NONE,
+            missed: 0,
+        }
     }
 
     const fn beginning(cpus: usize) -> Beginning<'static> {

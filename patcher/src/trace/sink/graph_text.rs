@@ -1,12 +1,13 @@
 //! The lines of tracefs with the `function_graph` tracer.
 
 use std::collections::VecDeque;
+use std::io::Write;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
 use super::super::context::UNKNOWN;
-use super::{Beginning, Event, EventKind, Return, decimal};
+use super::{Beginning, Event, EventKind, Return, Returned, Values, decimal};
 
 #[cfg(test)]
 mod tests;
@@ -63,6 +64,10 @@ struct Held {
     kind: EventKind,
     /// Of a call: how long it took if it called nothing, once that is known.
     leaf: Leaf,
+    /// Of a call its arguments, and of a return the value, if they are told.
+    values: Option<Box<[u8]>>,
+    /// What a call has returned that called nothing.
+    returned: Option<Box<[u8]>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,6 +146,7 @@ impl GraphLines {
                     if (call.pid, call.address) == (pid, address) && event.missed == 0 =>
                 {
                     call.leaf = Leaf::Yes(duration);
+                    call.returned = event.values.bytes().map(Into::into);
                     return self.show(text);
                 }
                 _ => call.leaf = Leaf::No,
@@ -170,6 +176,8 @@ impl GraphLines {
             function,
             kind: event.kind,
             leaf: if is_call { Leaf::NotYetKnown } else { Leaf::No },
+            values: event.values.bytes().map(Into::into),
+            returned: None,
         });
         self.show(text);
     }
@@ -241,9 +249,14 @@ impl GraphLines {
                 duration(text, back.duration_ns);
                 indent(text, depth);
                 text.push(b'}');
-                if !is_known {
+                let value = returned(event.values.as_deref());
+                if !is_known || value.is_some() {
                     text.extend_from_slice(b" /* ");
                     text.extend_from_slice(event.function.as_bytes());
+                    if let Some(value) = value {
+                        // A Vec takes what it is given.
+                        let _ = write!(text, " ret={value}");
+                    }
                     text.extend_from_slice(b" */");
                 }
                 text.push(b'\n');
@@ -257,8 +270,12 @@ impl GraphLines {
                 self.prologue(event, text);
                 duration(text, Some(took));
                 indent(text, depth);
-                text.extend_from_slice(event.function.as_bytes());
-                text.extend_from_slice(b"();\n");
+                call(text, event);
+                text.push(b';');
+                if let Some(value) = returned(event.returned.as_deref()) {
+                    let _ = write!(text, " /* ret={value} */");
+                }
+                text.push(b'\n');
                 self.interrupt(event, b"<==========", text);
             }
             _ => {
@@ -269,8 +286,8 @@ impl GraphLines {
                 self.prologue(event, text);
                 duration(text, None);
                 indent(text, depth);
-                text.extend_from_slice(event.function.as_bytes());
-                text.extend_from_slice(b"() {\n");
+                call(text, event);
+                text.extend_from_slice(b" {\n");
             }
         }
     }
@@ -334,6 +351,23 @@ impl GraphLines {
             text.extend_from_slice(b" |\n");
         }
     }
+}
+
+/// Appends a call: its function, and between parentheses its arguments as far as they are told
+/// (`funcgraph-args`).
+fn call(text: &mut Vec<u8>, event: &Held) {
+    text.extend_from_slice(event.function.as_bytes());
+    // A Vec takes what it is given.
+    let _ = match &event.values {
+        Some(values) => write!(text, "({})", Values::new(values)),
+        None => text.write_all(b"()"),
+    };
+}
+
+/// What a call has returned, if that is told (`funcgraph-retval`).
+fn returned(values: Option<&[u8]>) -> Option<Returned<'_>> {
+    let (_, value) = Values::new(values?).iter().next()?;
+    Some(Returned(value))
 }
 
 /// The column of durations: in microseconds, with a mark in front of long ones (`trace_find_mark`).

@@ -2,7 +2,9 @@
 
 use std::io::{self, Write};
 
-use super::{Beginning, Event, EventKind, Gathered, Sink, Tracer, decimal};
+use super::{
+    Beginning, Event, EventKind, Gathered, Returned, Sink, Tracer, Value, Values, decimal,
+};
 
 /// JSON lines. The first line tells of the guest, each of the others of one call, and the last of the
 /// whole: `docs/user-guide.md` says what is in them.
@@ -93,6 +95,7 @@ impl<W: Write> Sink for JsonLines<W> {
             hexadecimal(text, function.address);
             text.push(b'"');
         }
+        values(text, event.values, event.kind.is_call());
         if event.missed > 0 {
             text.extend_from_slice(b",\"missed\":");
             decimal(text, event.missed, 0, b' ');
@@ -113,6 +116,80 @@ impl<W: Write> Sink for JsonLines<W> {
         decimal(text, entries.saturating_sub(written), 0, b' ');
         text.extend_from_slice(b"}\n");
         self.flush()
+    }
+}
+
+/// Appends what a call was given, or has returned, if that is told.
+fn values(text: &mut Vec<u8>, values: Values<'_>, are_arguments: bool) {
+    if !values.are_told() {
+        return;
+    }
+    if !are_arguments {
+        if let Some((_, returned)) = values.iter().next() {
+            text.extend_from_slice(b",\"ret\":");
+            value(text, returned);
+            if let Some(error) = Returned(returned).error_name() {
+                text.extend_from_slice(b",\"error\":");
+                string(text, error);
+            }
+        }
+        return;
+    }
+    text.extend_from_slice(b",\"args\":{");
+    for (index, (name, argument)) in values.iter().enumerate() {
+        if index > 0 {
+            text.push(b',');
+        }
+        match (name, argument) {
+            ("", Value::More) => string(text, "..."),
+            ("", _) => string(text, &format!("arg{index}")),
+            (name, _) => string(text, name),
+        }
+        text.push(b':');
+        value(text, argument);
+    }
+    text.push(b'}');
+}
+
+fn value(text: &mut Vec<u8>, value: Value<'_>) {
+    let address = |text: &mut Vec<u8>, value| {
+        text.extend_from_slice(b"\"0x");
+        hexadecimal(text, value);
+        text.push(b'"');
+    };
+    match value {
+        Value::Unknown | Value::More => text.extend_from_slice(b"null"),
+        Value::Word(word) | Value::Pointer(word) => address(text, word),
+        Value::Signed(value) => {
+            if value < 0 {
+                text.push(b'-');
+            }
+            decimal(text, value.unsigned_abs(), 0, b' ');
+        }
+        Value::Unsigned(value) => decimal(text, value, 0, b' '),
+        Value::Bool(value) => text.extend_from_slice(if value == 0 { b"false" } else { b"true" }),
+        Value::Char(value) => string(text, &value.escape_ascii().to_string()),
+        Value::Text { address: at, text: there, is_cut } => {
+            text.extend_from_slice(b"{\"address\":");
+            address(text, at);
+            text.extend_from_slice(b",\"text\":");
+            string(text, &there.escape_ascii().to_string());
+            if is_cut {
+                text.extend_from_slice(b",\"cut\":true");
+            }
+            text.push(b'}');
+        }
+        Value::Enumerator { name, .. } => string(text, name),
+        Value::Words(words) => {
+            text.push(b'[');
+            for (index, word) in words.iter().enumerate() {
+                if index > 0 {
+                    text.push(b',');
+                }
+                address(text, word);
+            }
+            text.push(b']');
+        }
     }
 }
 
@@ -187,5 +264,26 @@ mod tests {
         let text = lines(&[Event { function: odd, task, ..EVENTS[0] }]);
         assert!(text.contains("\"comm\":\"a b\""), "{text}");
         assert!(text.contains("\"function\":\"a\\\"b\\\\c\\u001f\u{7f}ü\""), "{text}");
+    }
+
+    #[test]
+    fn values_are_an_object_and_errors_have_their_names() {
+        use super::super::super::values::Encoder;
+        let mut encoder = Encoder::default();
+        encoder.push("dfd", &Value::Signed(-100));
+        encoder.push("filename", &Value::Text { address: 16, text: b"a\"\x01", is_cut: true });
+        encoder.push("", &Value::Unsigned(u64::MAX));
+        encoder.push("type", &Value::Enumerator { value: 1, name: "PIDTYPE_TGID" });
+        encoder.words("s", [1, 2].into_iter());
+        encoder.push("x", &Value::Unknown);
+        encoder.push("", &Value::More);
+        let text = lines(&[Event { values: encoder.values(), ..EVENTS[1] }]);
+        let args = r#""args":{"dfd":-100,"filename":{"address":"0x0000000000000010","text":"a\\\"\\x01","cut":true},"arg2":18446744073709551615,"type":"PIDTYPE_TGID","s":["0x0000000000000001","0x0000000000000002"],"x":null,"...":null}"#;
+        assert!(text.contains(args), "{text}");
+        let mut encoder = Encoder::default();
+        encoder.push("", &Value::Signed(-2));
+        let back = EventKind::Return(Return { depth: 0, value: 1, duration_ns: None });
+        let text = lines(&[Event { kind: back, values: encoder.values(), ..EVENTS[1] }]);
+        assert!(text.contains(r#","ret":-2,"error":"ENOENT","#), "{text}");
     }
 }

@@ -20,6 +20,7 @@ pub use trace_dat::TraceDat;
 
 pub use super::context::{Context, Task};
 pub use super::kind::{EventKind, Return};
+pub use super::values::{Returned, Value, Values};
 
 /// The name of a function, and a number that stands for nothing else in the same trace. A name may
 /// have several numbers.
@@ -60,6 +61,8 @@ pub struct Event<'a> {
     pub task: Option<Task<'a>>,
     /// What the CPU was in the middle of; `None` where records do not tell.
     pub context: Option<Context>,
+    /// Of a call its arguments, and of a return the value, if there is one: where they are asked for.
+    pub values: Values<'a>,
     /// How many events of this CPU are missing right before this one.
     pub missed: u64,
 }
@@ -243,6 +246,7 @@ mod tests {
                 nmi: false,
                 preempt_depth: 1,
             }),
+            values: Values::NONE,
             missed: 0,
         },
         Event {
@@ -253,6 +257,7 @@ mod tests {
             caller: name(3, "0xffffffffc0001234", 0xffff_ffff_c000_1234, 0),
             task: None,
             context: None,
+            values: Values::NONE,
             missed: 3,
         },
     ];

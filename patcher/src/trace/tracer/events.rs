@@ -4,8 +4,12 @@ use crate::trace::context::Context;
 use crate::trace::graph::{Entered, Graph, Left, TaskKey};
 use crate::trace::names::Names;
 use crate::trace::ring::RawRecord;
-use crate::trace::sink::{Event, EventKind, Task};
+use crate::trace::select::WantedValues;
+use crate::trace::sink::{Event, EventKind, Task, Values};
 use crate::trace::tasks::Tasks;
+use crate::trace::values::Encoder;
+
+use super::values::{Format, Memory};
 
 /// A record of which it is known what function it is of.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +64,44 @@ impl<'r> Told<'r> {
         };
         let (task, context) = context_of(record, parent, is_return, tasks);
         let (function, caller) = names.of(parent, index);
-        Some(Event { time_ns, kind, cpu: record.cpu, function, caller, task, context, missed: 0 })
+        Some(Event {
+            time_ns,
+            kind,
+            cpu: record.cpu,
+            function,
+            caller,
+            task,
+            context,
+            values: Values::NONE,
+            missed: 0,
+        })
+    }
+}
+
+impl Told<'_> {
+    /// The values of an event that it became, for a client that wants these.
+    pub fn values<'e>(
+        &self,
+        event: &Event<'_>,
+        wanted: WantedValues,
+        format: Option<&Format>,
+        memory: Memory<'_>,
+        encoder: &'e mut Encoder,
+    ) -> Values<'e> {
+        let Some(format) = format else { return Values::NONE };
+        match event.kind {
+            EventKind::Return(back) if wanted.returned => {
+                match format.returned(back.value, memory, encoder) {
+                    true => encoder.values(),
+                    false => Values::NONE,
+                }
+            }
+            EventKind::Call | EventKind::Entry { .. } if wanted.arguments => {
+                format.arguments(self.record.arguments.as_deref(), memory, encoder);
+                encoder.values()
+            }
+            _ => Values::NONE,
+        }
     }
 }
 
@@ -72,7 +113,7 @@ fn context_of<'n>(
     is_return: bool,
     tasks: &'n mut Tasks<'_>,
 ) -> (Option<Task<'n>>, Option<Context>) {
-    let (task, context) = tasks.of(&RawRecord { parent: parent.unwrap_or_default(), ..*record });
+    let (task, context) = tasks.of(parent.unwrap_or_default(), record.task);
     (task, context.filter(|_| !is_return || parent.is_some()))
 }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::names::MAX_FUNCTIONS;
+use super::super::select::WantedValues;
 use super::gates::later_gate;
 use super::{ArmError, Look, Tracer, heads};
 use crate::hook::{HookError, Hooks, Method, Want, takes_return};
@@ -226,10 +227,11 @@ impl<'m, S> Tracer<'m, S> {
         code: &ModuleCode,
     ) -> Result<StopTimes, ArmError> {
         let pads = hooks.module_pads(code)?;
-        let mut chosen: Vec<(Site, u16, Want)> = Vec::new();
+        let mut chosen: Vec<(Site, u16, Want, (bool, bool))> = Vec::new();
         for site in pads.sites {
             let mut want = hooks.want(site.at);
             let mut slots = 0;
+            let (mut has_values, mut has_arguments) = (false, false);
             for (slot, client) in self.clients.iter().enumerate() {
                 let Some(later) = client.as_ref().and_then(|client| client.later()) else {
                     continue;
@@ -246,10 +248,12 @@ impl<'m, S> Tracer<'m, S> {
                         false => want.traced.or(Some(later.method)),
                     };
                     want.returns |= later.returns;
+                    has_values |= later.values != WantedValues::default();
+                    has_arguments |= later.values.arguments;
                 }
             }
             if slots != 0 {
-                chosen.push((site, slots, want));
+                chosen.push((site, slots, want, (has_values, has_arguments)));
             }
         }
         if chosen.is_empty() {
@@ -260,9 +264,18 @@ impl<'m, S> Tracer<'m, S> {
         }
         let indices: Vec<usize> =
             chosen.iter().map(|(site, ..)| self.member(site, hooks)).collect();
+        for (index, (_, _, want, (has_values, has_arguments))) in indices.iter().zip(&mut chosen) {
+            if *has_values {
+                self.learn_format(*index);
+            }
+            if *has_arguments {
+                want.traced = Some(Method::Call);
+                want.arguments = self.argument_words(*index);
+            }
+        }
         let wants: Vec<(&Site, Want)> =
-            chosen.iter().map(|(site, _, want)| (site, *want)).collect();
-        for ((site, slots, want), index) in chosen.iter().zip(&indices) {
+            chosen.iter().map(|(site, _, want, _)| (site, *want)).collect();
+        for ((site, slots, want, _), index) in chosen.iter().zip(&indices) {
             let Some(gate) = want.gate else { continue };
             let counter = hooks.turned_away(site, gate).map_err(ArmError::Hook)?;
             let clients = self.clients.iter_mut().enumerate();
@@ -277,7 +290,7 @@ impl<'m, S> Tracer<'m, S> {
         let look = &mut Look { machine: self.machine, readers: &mut self.readers };
         let changed = hooks.change(&wants, Foreign::Refuse, look)?;
         self.names.divide(&heads(&self.readers).into());
-        for (index, (site, slots, _)) in indices.into_iter().zip(&chosen) {
+        for (index, (site, slots, ..)) in indices.into_iter().zip(&chosen) {
             self.members[index].wanted_by |= slots;
             self.members[index].heard_by |= slots;
             site.module.iter().for_each(|module| self.modules.know(module));

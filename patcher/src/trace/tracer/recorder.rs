@@ -11,7 +11,7 @@ use std::vec::IntoIter;
 use rustc_hash::FxHashMap;
 
 use super::events::Told;
-use super::{ClientId, Finished, Summary, Tracer, read_ring};
+use super::{ClientId, Finished, Summary, Tracer, memory, read_ring};
 use crate::hook::Hooks;
 use crate::region::Part;
 use crate::trace::client::Client;
@@ -206,6 +206,7 @@ impl<'m, S> Tracer<'m, S> {
         };
         let mut give = |(): &mut (), event: &Event<'_>| give(sink, event);
         let Held { records, missing, account, .. } = held;
+        let memory = memory(self.kernel, self.machine, &self.prototypes);
         for kept in records.by_ref().take(most) {
             if missing.before(&kept.record)
                 && let Some(graph) = &mut account.graph
@@ -215,7 +216,10 @@ impl<'m, S> Tracer<'m, S> {
             let graph = account.graph.as_mut();
             let told = kept.told();
             if let Some(event) = told.event(graph, &mut self.names, &mut self.tasks, self.ticks) {
-                account.give(&kept.record, kept.index, &event, &mut give);
+                let format = self.members[kept.index].format.as_deref();
+                let encoder = &mut self.encoder;
+                let values = told.values(&event, account.values, format, memory, encoder);
+                account.give(&kept.record, kept.index, &Event { values, ..event }, &mut give);
             }
         }
     }

@@ -105,7 +105,7 @@ impl Nesting {
 
 #[cfg(test)]
 pub mod tests {
-    use patcher::trace::sink::{Name, Task};
+    use patcher::trace::sink::{Name, Task, Values};
 
     use super::*;
 
@@ -126,6 +126,7 @@ pub mod tests {
             caller: name,
             task: Some(Task { pid, comm: Some("sh") }),
             context: None,
+            values: Values::NONE,
             missed: 0,
         }
     }

@@ -198,7 +198,7 @@ mod tests {
 
     use patcher::arch::ByteOrder;
     use patcher::trace::recording::Recording;
-    use patcher::trace::sink::{EventKind, GraphColumns, Name};
+    use patcher::trace::sink::{EventKind, GraphColumns, Name, Values};
 
     use super::*;
 
@@ -210,6 +210,7 @@ mod tests {
         caller: Name { id: 1, text: "g", address: 0x2020, offset: 0x20 },
         task: None,
         context: None,
+        values: Values::NONE,
         missed: 0,
     };
 

@@ -14,7 +14,7 @@ use patcher::machine::Machine;
 use patcher::region::RegionError;
 use patcher::trace::calls::{self, CallFilter};
 use patcher::trace::filter::{Filter, Glob};
-use patcher::trace::select::{SelectError, Selection, refusals};
+use patcher::trace::select::{SelectError, Selection, WantedValues, refusals};
 use patcher::trace::session::LAST_RECORDS;
 use patcher::trace::sink::{self, Beginning, Sink};
 use patcher::trace::tracer::{ArmError, Armed, ClientId, Tracer};
@@ -149,7 +149,7 @@ impl<'m> Service<'m> {
         let (writer, outbox) =
             Writer::start(records, contexts).context("no thread can be had to write")?;
         let (client, armed) = tracer.add(hooks, &selection, outbox)?;
-        let described = describe(hooks, &selection, &armed);
+        let described = describe(hooks, tracer, &selection, &armed);
         say(summary::armed(&described));
         if let Some(missing) = &described.missing {
             say(missing);
@@ -602,7 +602,7 @@ impl<'m> Service<'m> {
             };
             Refusal::new(kind, error.to_string())
         })?;
-        Ok((client, describe(hooks, &selection, &armed)))
+        Ok((client, describe(hooks, tracer, &selection, &armed)))
     }
 }
 
@@ -655,7 +655,8 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
         Method::Call => Selection::beside(hooks, &filter)?,
         Method::Trap => Selection::trapping(hooks, &filter)?,
     };
-    let selection = Selection { overwrite: request.overwrite, ..selection };
+    let values = WantedValues { arguments: request.args, returned: request.ret };
+    let selection = Selection { values, overwrite: request.overwrite, ..selection };
     let selection = match request.tracer {
         protocol::Tracer::Func => selection,
         protocol::Tracer::Count => return Ok(Selection { counts: true, ..selection }),
@@ -668,10 +669,20 @@ fn select(hooks: &Hooks<'_>, request: &TraceRequest) -> Result<Selection, Select
 }
 
 /// What is said of a trace that begins.
-fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol::Armed {
+fn describe(
+    hooks: &Hooks<'_>,
+    tracer: &Tracer<'_, Outbox>,
+    selection: &Selection,
+    armed: &Armed,
+) -> protocol::Armed {
     let kernel = hooks.kernel();
     let recorded = hooks.recorded();
     let refused = refusals(&selection.refused).into_iter();
+    let values = selection.values != WantedValues::default();
+    let without_types = tracer.without_types().filter(|_| values);
+    let missing = (recorded.and_then(RecordedTask::missing).into_iter()).chain(
+        without_types.map(|why| format!("values of calls have neither names nor types: {why}")),
+    );
     protocol::Armed {
         release: kernel.release().to_owned(),
         kaslr_offset: kernel.kaslr_offset(),
@@ -683,7 +694,7 @@ fn describe(hooks: &Hooks<'_>, selection: &Selection, armed: &Armed) -> protocol
         refused: refused.map(|(why, count)| (why.to_owned(), count)).collect(),
         stop: armed.stop.total(),
         contexts: recorded.is_some_and(|recorded| recorded.preempt_count.is_ok()),
-        missing: recorded.and_then(RecordedTask::missing),
+        missing: missing.reduce(|all, more| format!("{all}; {more}")),
         interrupts: sink::interrupt_entries(kernel),
         arch: kernel.arch().name().to_owned(),
         big_endian: kernel.arch().byte_order() == ByteOrder::Big,

@@ -22,7 +22,7 @@ pub use traces::{
 };
 
 /// The one version of the protocol that there is.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The longest line that a client may send, in bytes without its newline.
 pub const MAX_REQUEST: usize = 64 << 10;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use patcher::trace::calls::{self, MAX_PIDS};
 use patcher::trace::filter::Glob;
 use patcher::trace::graph;
-use patcher::trace::sink::{self, Context, EventKind};
+use patcher::trace::sink::{self, Context, EventKind, Values};
 use patcher::trace::tracer::Summary;
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,12 @@ pub struct TraceRequest {
     /// What of calls and returns is wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "GraphRequest::is_all")]
     pub graph: GraphRequest,
+    /// Whether calls tell their arguments.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub args: bool,
+    /// Whether returns tell what was returned; of no meaning to other tracers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ret: bool,
     /// When counts or latencies are wanted; of no meaning to other tracers.
     #[serde(default, skip_serializing_if = "CountRequest::is_usual")]
     pub count: CountRequest,
@@ -55,6 +61,17 @@ impl TraceRequest {
         if self.tracer != Tracer::Graph && !self.graph.is_all() {
             let message = "a greatest depth, functions that others are called from, and a threshold \
                            are for the tracer graph";
+            return Err(message.into());
+        }
+        if self.tracer != Tracer::Graph && self.ret {
+            return Err("what calls return is told by the tracer graph".into());
+        }
+        if matches!(self.tracer, Tracer::Count | Tracer::Latency) && self.args {
+            return Err("calls that are only counted or measured have no arguments to show".into());
+        }
+        if self.method == Method::Trap && self.args {
+            let message = "arguments are recorded only of calls that are noticed by the method call, \
+                           not by traps";
             return Err(message.into());
         }
         if self.overwrite && self.tracer.adds_up() {
@@ -454,15 +471,15 @@ pub const NONE: u32 = u32::MAX;
 /// 20  u32  number of the task; NONE if it is not known
 /// 24  u32  number of the task's name; NONE if it is not known
 /// 28  u8   kind: 0 a call; 1 a call of which the return comes as well; 2 a return
-/// 29  u8   0
+/// 29  u8   1 if values are behind it (patcher::trace::values), 0 if they were not asked for
 /// 30  u16  how many bytes are behind it
 /// 32       these: of an entry u32 depth; of a return u32 depth, u64 value, u64 nanoseconds since the
-///          call, all bits set if these are not known
+///          call, all bits set if these are not known. Behind that the values
 /// ```
 ///
-/// All of it little-endian. Further bytes behind it have no meaning yet.
+/// All of it little-endian. Without values, further bytes behind it have no meaning yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Call {
+pub struct Call<'a> {
     /// Nanoseconds since the guest's time-stamp clock read zero.
     pub time_ns: u64,
     /// Number of the function's name.
@@ -479,9 +496,11 @@ pub struct Call {
     pub comm: Option<u32>,
     /// What kind it is.
     pub kind: EventKind,
+    /// Its values.
+    pub values: Values<'a>,
 }
 
-impl Call {
+impl<'a> Call<'a> {
     /// Appends the call's bytes.
     pub fn encode(&self, bytes: &mut Vec<u8>) {
         let mut call = [0; CALL_BYTES];
@@ -494,9 +513,11 @@ impl Call {
         call[20..24].copy_from_slice(&self.pid.unwrap_or(NONE).to_le_bytes());
         call[24..28].copy_from_slice(&self.comm.unwrap_or(NONE).to_le_bytes());
         call[28] = self.kind.tag();
+        call[29] = u8::from(self.values.are_told());
         let at = bytes.len();
         bytes.extend_from_slice(&call);
         self.kind.encode(bytes);
+        bytes.extend_from_slice(self.values.bytes().unwrap_or_default());
         let behind = (bytes.len() - at - CALL_BYTES) as u16;
         bytes[at + 30..at + 32].copy_from_slice(&behind.to_le_bytes());
     }
@@ -504,12 +525,17 @@ impl Call {
     /// The first of the calls in these bytes, and what comes after it; `None` if it is cut or of no known
     /// kind.
     #[must_use]
-    pub fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
+    pub fn decode(bytes: &'a [u8]) -> Option<(Self, &'a [u8])> {
         let (call, rest) = bytes.split_first_chunk::<CALL_BYTES>()?;
         let u32_at =
             |at: usize| u32::from_le_bytes([call[at], call[at + 1], call[at + 2], call[at + 3]]);
         let behind = usize::from(u16::from_le_bytes([call[30], call[31]]));
         let (behind, rest) = rest.split_at_checked(behind).filter(|_| behind <= MAX_BEHIND)?;
+        let kind = EventKind::decode(call[28], behind)?;
+        let values = match call[29] {
+            0 => Values::NONE,
+            _ => Values::new(behind.get(kind.bytes()..)?),
+        };
         let call = Self {
             time_ns: u64::from(u32_at(0)) | u64::from(u32_at(4)) << 32,
             function: u32_at(8),
@@ -518,7 +544,8 @@ impl Call {
             context: Context::of_flags(call[18], call[19]),
             pid: Some(u32_at(20)).filter(|pid| *pid != NONE),
             comm: Some(u32_at(24)).filter(|comm| *comm != NONE),
-            kind: EventKind::decode(call[28], behind)?,
+            kind,
+            values,
         };
         Some((call, rest))
     }

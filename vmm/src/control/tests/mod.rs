@@ -11,7 +11,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{env, fs, process};
 
-use patcher::trace::sink::{Context, Event, EventKind, Name as EventName, Return, Sink, Task};
+use patcher::trace::sink::{
+    Context, Event, EventKind, Name as EventName, Return, Sink, Task, Values,
+};
 use patcher::trace::tracer::ClientId;
 use proptest::prelude::*;
 
@@ -222,7 +224,17 @@ fn event(time_ns: u64, function: u64) -> Event<'static> {
     let (function, caller) = (name(function, NAMES[function as usize]), name(9, "c"));
     let (task, context) = of_time(time_ns);
     let (kind, context) = (kind_of(time_ns), Some(context));
-    Event { time_ns, kind, cpu: 1, function, caller, task, context, missed: 0 }
+    Event {
+        time_ns,
+        kind,
+        cpu: 1,
+        function,
+        caller,
+        task,
+        context,
+        values: Values::NONE,
+        missed: 0,
+    }
 }
 
 /// One in three is of each kind.
@@ -565,10 +577,12 @@ proptest! {
         time_ns in any::<u64>(), function in any::<u32>(), caller in any::<u32>(), cpu in any::<u16>(),
         flags in any::<u8>(), preempt_depth in any::<u8>(),
         pid in prop::option::of(0..NONE), comm in prop::option::of(0..NONE),
+        values in prop::option::of(prop::collection::vec(any::<u8>(), 0..100)),
     ) {
+        let values = values.as_deref().map_or(Values::NONE, Values::new);
         let context = Context::of_flags(flags, preempt_depth);
         let kind = kind_of(time_ns);
-        let call = Call { time_ns, function, caller, cpu, context, pid, comm, kind };
+        let call = Call { time_ns, function, caller, cpu, context, pid, comm, kind, values };
         let mut bytes = Vec::new();
         call.encode(&mut bytes);
         for cut in 0..bytes.len() {

@@ -1,5 +1,5 @@
 use super::super::tests::BEGINNING;
-use super::super::{FtraceText, Name, Sink, Task, Tracer};
+use super::super::{FtraceText, Name, Sink, Task, Tracer, Values};
 use super::*;
 
 const NAMES: [&str; 4] = ["rw_verify_area", "vfs_read", "common_interrupt", "f"];
@@ -19,7 +19,17 @@ fn at(time_ns: u64, cpu: u16, pid: u32, function: u64, kind: EventKind) -> Event
     };
     let task = Some(Task { pid, comm });
     let (function, caller) = (name(function), name(3));
-    Event { time_ns, kind, cpu, function, caller, task, context: None, missed: 0 }
+    Event {
+        time_ns,
+        kind,
+        cpu,
+        function,
+        caller,
+        task,
+        context: None,
+        values: Values::NONE,
+        missed: 0,
+    }
 }
 
 /// An entry on CPU 1.

@@ -9,7 +9,9 @@ use std::io::{self, Write};
 use prost::Message;
 use rustc_hash::FxHashMap;
 
-use super::{Beginning, Event, EventKind, Gathered, Name, Return, Sink, Task, no_such_cpu};
+use super::{
+    Beginning, Event, EventKind, Gathered, Name, Return, Returned, Sink, Task, Value, no_such_cpu,
+};
 
 mod schema;
 #[cfg(test)]
@@ -202,7 +204,7 @@ impl<W: Write> Perfetto<W> {
     fn end_slice(
         &mut self,
         time: u64,
-        back: Return,
+        (back, returned): (Return, DebugAnnotation),
         mut begin: TrackEvent,
         new: Option<InternedData>,
     ) {
@@ -210,10 +212,9 @@ impl<W: Write> Perfetto<W> {
         self.close(track_uuid, back.depth.saturating_add(1), time);
         let open = self.open.get_mut(&track_uuid);
         let is_open = open.is_some_and(|open| open.pop_if(|at| *at == back.depth).is_some());
-        let returned = vec![returned(back.value)];
         match back.duration_ns {
             None if !is_open => {
-                begin.debug_annotations.extend(returned);
+                begin.debug_annotations.push(returned);
                 return self.track_event(time, begin, new);
             }
             Some(duration) if !is_open => {
@@ -229,7 +230,7 @@ impl<W: Write> Perfetto<W> {
             _ => {}
         }
         let end = TrackEvent {
-            debug_annotations: returned,
+            debug_annotations: vec![returned],
             r#type: EventType::SliceEnd as i32,
             track_uuid,
             ..TrackEvent::default()
@@ -266,6 +267,34 @@ fn returned(value: u64) -> DebugAnnotation {
         uint_value: (!is_error).then_some(value),
         int_value: is_error.then_some(signed),
         ..DebugAnnotation::default()
+    }
+}
+
+/// An argument of a call.
+fn argument(name: &str, value: Value<'_>) -> DebugAnnotation {
+    DebugAnnotation { name: Some(format!("args.{name}")), ..annotation(value) }
+}
+
+/// What a call has returned, by its type.
+fn typed(value: Returned<'_>) -> DebugAnnotation {
+    let annotation = match value.error_name() {
+        Some(_) => {
+            DebugAnnotation { string_value: Some(value.to_string()), ..DebugAnnotation::default() }
+        }
+        None => annotation(value.0),
+    };
+    DebugAnnotation { name_iid: RETURNED, ..annotation }
+}
+
+fn annotation(value: Value<'_>) -> DebugAnnotation {
+    let none = DebugAnnotation::default();
+    match value {
+        Value::Signed(value) => DebugAnnotation { int_value: Some(value), ..none },
+        Value::Unsigned(value) => DebugAnnotation { uint_value: Some(value), ..none },
+        Value::Word(word) | Value::Pointer(word) => {
+            DebugAnnotation { pointer_value: Some(word), ..none }
+        }
+        other => DebugAnnotation { string_value: Some(other.to_string()), ..none },
     }
 }
 
@@ -314,6 +343,10 @@ impl<W: Write> Sink for Perfetto<W> {
             });
             debug_annotations.push(number_of(PREEMPT_DEPTH, u64::from(context.preempt_depth)));
         }
+        if event.kind.is_call() {
+            debug_annotations
+                .extend(event.values.iter().map(|(name, value)| argument(name, value)));
+        }
         if event.missed > 0 {
             debug_annotations.push(number_of(MISSED, event.missed));
         }
@@ -341,7 +374,11 @@ impl<W: Write> Sink for Perfetto<W> {
                 }
                 self.track_event(event.time_ns, begin, new);
             }
-            EventKind::Return(back) => self.end_slice(event.time_ns, back, begin, new),
+            EventKind::Return(back) => {
+                let value = event.values.iter().next().map(|(_, value)| Returned(value));
+                let returned = value.map_or_else(|| returned(back.value), typed);
+                self.end_slice(event.time_ns, (back, returned), begin, new)
+            }
         }
         self.packets.write_many()
     }

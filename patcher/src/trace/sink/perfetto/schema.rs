@@ -52,6 +52,10 @@ pub struct DebugAnnotation {
     pub int_value: Option<i64>,
     #[prost(string, optional, tag = "6")]
     pub string_value: Option<String>,
+    #[prost(uint64, optional, tag = "7")]
+    pub pointer_value: Option<u64>,
+    #[prost(string, optional, tag = "10")]
+    pub name: Option<String>,
     #[prost(uint64, optional, tag = "17")]
     pub string_value_iid: Option<u64>,
 }

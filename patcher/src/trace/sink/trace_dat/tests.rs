@@ -6,7 +6,7 @@ use std::process::Command;
 use std::{env, process};
 
 use super::super::tests::BEGINNING;
-use super::super::{Context, EventKind, FtraceText, Return, Task, Tracer};
+use super::super::{Context, EventKind, FtraceText, Return, Task, Tracer, Values};
 use super::*;
 
 const CPUS: usize = 3;
@@ -49,6 +49,7 @@ fn events() -> Vec<Event<'static>> {
             // A task without a name, and the idle one.
             task: Some(Task { pid: if task == 3 { 0 } else { 100 + task }, comm }),
             context: Some(context),
+            values: Values::NONE,
             missed: if step % 400 == 123 { step } else { 0 },
         });
     }
