@@ -8,6 +8,7 @@ use patcher::machine::Machine;
 use patcher::trace::calls::{CallFilter, CallFilterError, divide};
 use patcher::trace::filter::Filter;
 use patcher::trace::graph::Options;
+use patcher::trace::select::WantedValues;
 use patcher::trace::session::{Selection, Session, Summary};
 use patcher::trace::sink::{Beginning, JsonLines, Sink, Tracer};
 use vmm::devices::Console;
@@ -45,7 +46,7 @@ pub fn what_is_filtered_out_never_leaves_the_guest(architecture: Architecture, s
     let folder = Folder::new(architecture, &format!("filtered-{architecture}-{series}"));
     let transcript = Transcript::default();
     let filters = filters();
-    let rounds = filters.len() + 2;
+    let rounds = filters.len() + 3;
     let work = vec![format!("wait-console-line,lseeks:{SEEKS}"); rounds].join(",");
     let launch = Launch {
         cpus: 2,
@@ -103,6 +104,22 @@ pub fn what_is_filtered_out_never_leaves_the_guest(architecture: Architecture, s
     let (summary, lines) = trace(&selection.with_returns(Options::default()));
     assert_eq!((summary.events, away(&summary), summary.dropped()), (20, SEEKS - 10, 0), "{lines}");
     assert_eq!((summary.lost_returns, summary.lost_calls), (0, 0));
+
+    // What is let through tells what it was given and what it returned.
+    let selection = select("null_lseek: offset > 998 || offset == 7", &CallFilter::default());
+    let selection = selection.unwrap().with_returns(Options::default());
+    let values = WantedValues { arguments: true, returned: true };
+    let (summary, lines) = trace(&Selection { values, ..selection });
+    let told: Vec<serde_json::Value> =
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of = |kind: &str, value: &str| -> Vec<serde_json::Value> {
+        let lines = told.iter().filter(|line| line["type"] == kind);
+        lines.map(|line| line.pointer(value).cloned().unwrap_or_default()).collect()
+    };
+    assert_eq!(of("entry", "/args/offset"), [7, 999], "{lines}");
+    assert!(of("entry", "/args/file").iter().all(serde_json::Value::is_string), "{lines}");
+    assert_eq!(of("return", "/ret"), [0, 0], "{lines}");
+    assert_eq!((summary.events, away(&summary), summary.dropped()), (4, SEEKS - 2, 0), "{lines}");
 
     // At most five at once, and five a second from then on: in whatever time the calls took.
     let selection =

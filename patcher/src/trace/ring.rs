@@ -7,7 +7,7 @@
 //! * A slot that is reserved and not yet written (its writer was interrupted, or preempted) is
 //!   remembered and visited again; the records behind it are taken meanwhile.
 //! * A record is believed only if, after it was copied, nobody had yet reserved its slot anew.
-//! * A record that needs more room has further slots behind its own ([`continuations`]).
+//! * A record that needs more room has further slots behind its own (`continuations`).
 //! * A writer that was passed by a whole ring while it stood still may write into a slot that is no
 //!   longer its own. Where the reader saw it stand, nothing is believed of that slot from then on.
 //!
