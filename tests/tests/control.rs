@@ -274,8 +274,8 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     let graph = folder.trace_by(
         "graph",
         "a",
-        &[&filter[..], &["--max-depth", "2"], &roots].concat(),
-        "graph",
+        &[&filter[..], &["--max-depth", "2", "--flame", "graph.svg"], &roots].concat(),
+        "graph.vmmrec",
     );
 
     // The guest ends while somebody traces it.
@@ -303,12 +303,20 @@ fn two_clients_trace_one_guest_and_each_gets_exactly_its_own() {
     assert_eq!(number_behind(&table, "\nsingle_release "), all, "{table}\n{counted}");
     let table = folder.files.read("measured");
     assert_eq!(number_behind(&table, "count: "), all, "{table}\n{measured}");
+    folder.ask(&["report", "graph.vmmrec", "-o", "graph", "--flame", "again.svg"]);
     let tree = folder.files.read("graph");
     let lines = |call: &str| tree.lines().filter(|line| line.ends_with(call)).count();
     assert_eq!(lines("|    version_proc_show();"), 500, "{tree}");
     // The second read finds the end.
     assert_eq!(lines("|  seq_read_iter() {"), lines("|  }"), "{tree}");
     assert_eq!(lines("|  seq_read_iter() {") + lines("|  seq_read_iter();"), 1000, "{tree}");
+    let picture = folder.files.read("graph.svg");
+    assert!(
+        graph.contains("flame  graph.svg") && picture.contains("version_proc_show ("),
+        "{graph}"
+    );
+    assert!(picture.contains("<title>proc-read ("), "{picture}");
+    assert_eq!(folder.files.read("again.svg"), picture, "a recording's picture is the same");
     let guest = guest.wait_with_output().unwrap();
     assert_eq!(guest.status.code(), Some(0), "{}", emulated::said(&guest));
     assert!(!folder.socket("a").exists());

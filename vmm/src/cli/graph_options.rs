@@ -1,5 +1,6 @@
 //! What the tracer `graph` can be told.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
@@ -7,6 +8,8 @@ use clap::builder::NonEmptyStringValueParser;
 use humantime::parse_duration;
 use patcher::trace::sink::GraphColumns;
 use vmm::control::protocol::{GraphRequest, TraceRequest};
+
+use super::trace_options::Tracer;
 
 /// What of calls and returns is wanted, and how it is shown.
 #[derive(Debug, Clone, Default, Args)]
@@ -24,6 +27,11 @@ pub struct GraphOptions {
     /// Show only returns, of calls that took no less than this: a number with a unit, such as 100us
     #[arg(long, value_name = "TIME", value_parser = parse_threshold)]
     threshold: Option<Duration>,
+
+    /// Draw a flame graph as well: where the time went, by task and stack of calls, as a picture that browsers
+    /// open
+    #[arg(long, value_name = "FILE.svg")]
+    flame: Option<PathBuf>,
 
     #[command(flatten)]
     columns: ColumnOptions,
@@ -68,7 +76,26 @@ pub fn checked(request: TraceRequest) -> Result<TraceRequest, Contradiction> {
 impl GraphOptions {
     /// Whether nothing is asked for.
     pub fn is_unused(&self) -> bool {
-        self.request() == GraphRequest::default()
+        self.request() == GraphRequest::default() && self.flame.is_none()
+    }
+
+    /// Whether the picture that is wanted can be made of a trace by `tracer`, or of what was recorded if there is
+    /// none.
+    ///
+    /// # Errors
+    /// It is none of returns.
+    pub fn check_flame(&self, tracer: Option<Tracer>) -> Result<(), Contradiction> {
+        match (&self.flame, tracer) {
+            (None, _) | (_, None | Some(Tracer::Graph)) => Ok(()),
+            (Some(_), Some(_)) => Err(Contradiction(
+                "a flame graph is made of returns: it needs the tracer graph".into(),
+            )),
+        }
+    }
+
+    /// The picture that is wanted.
+    pub fn flame(&self) -> Option<PathBuf> {
+        self.flame.clone()
     }
 
     /// What is asked for.

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Error, Result};
+use anyhow::{Context, Error, Result, bail};
 use clap::Args;
 use patcher::trace::recording::Recording;
-use patcher::trace::sink::{Event, Sink};
+use patcher::trace::sink::{Event, Sink, Tracer};
 use rustc_hash::FxHashMap;
 
 use super::graph_options::ColumnOptions;
@@ -36,6 +36,11 @@ pub struct Options {
     #[arg(short, long, value_name = "OUT", default_value = "-")]
     output: Output,
 
+    /// Draw a flame graph of a trace of returns: where the time went, by task and stack of calls, as a picture
+    /// that browsers open
+    #[arg(long, value_name = "FILE.svg")]
+    flame: Option<PathBuf>,
+
     #[command(flatten)]
     columns: ColumnOptions,
 }
@@ -53,7 +58,10 @@ Examples:
     vmm report trace.vmmrec | less
 
   Open it in KernelShark:
-    vmm report trace.vmmrec -o trace.dat && kernelshark trace.dat";
+    vmm report trace.vmmrec -o trace.dat && kernelshark trace.dat
+
+  See where the time went:
+    vmm report graph.vmmrec -o /dev/null --flame graph.svg";
 
 /// What a recording held, for those who want it in short.
 #[derive(Default)]
@@ -119,7 +127,13 @@ pub fn run(options: &Options) -> Result<Status> {
         format: options.format,
         columns,
         counts: None,
+        flame: options.flame.clone(),
     };
+    if options.flame.is_some() && recording.beginning().tracer != Tracer::Graph {
+        bail!(
+            "{shown} tells of no returns, so that there is no flame graph of it: record it by graph"
+        );
+    }
     let mut records = Records::open(&to, &[&options.recording], Arc::default())?;
     let name = records.name().to_owned();
     let broken = |error: io::Error| {

@@ -217,9 +217,10 @@ pub fn run(options: &Options) -> Result<Status> {
     }
     let stop = Arc::new(AtomicBool::new(false));
     let ends = Arc::new(Ends::default());
-    let columns = options.graph.columns();
-    let to =
-        Destination { output: options.output.clone(), format: options.format, columns, counts };
+    options.graph.check_flame(tracer)?;
+    let (columns, flame) = (options.graph.columns(), options.graph.flame());
+    let (output, format) = (options.output.clone(), options.format);
+    let to = Destination { output, format, columns, counts, flame };
     let records = Records::open(&to, &[] as &[&Path], Arc::clone(&stop))?;
     let mut progress = Progress::new(records.are_on_stdout());
     let (on_signal, stopped) = (Arc::clone(&ends), Arc::clone(&stop));

@@ -119,7 +119,8 @@ impl TraceOptions {
         let output = self.output.clone().unwrap_or(Output::Stdout);
         let columns = self.graph.columns();
         let counts = self.count.form(self.trace, &self.filter);
-        self.trace.map(|_| Destination { output, format: self.format, columns, counts })
+        let (format, flame) = (self.format, self.graph.flame());
+        self.trace.map(|_| Destination { output, format, columns, counts, flame })
     }
 
     /// What is traced, if anything is.
@@ -128,6 +129,7 @@ impl TraceOptions {
     /// It makes no sense.
     pub fn request(&self) -> Result<Option<TraceRequest>, Contradiction> {
         self.count.check(self.trace, self.format)?;
+        self.graph.check_flame(self.trace)?;
         let Some(tracer) = self.trace else {
             if !self.values.is_unused() {
                 return Err(Contradiction("--args and --ret need --trace".into()));

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, Metadata};
+use std::path::PathBuf;
 
 use clap::ValueEnum;
 use patcher::trace::sink::GraphColumns;
@@ -50,6 +51,8 @@ pub struct Destination {
     pub columns: GraphColumns,
     /// How counts or latencies are shown, if that is what is traced.
     pub counts: Option<CountForm>,
+    /// The picture that is made of a trace of returns beside it.
+    pub flame: Option<PathBuf>,
 }
 
 impl Destination {
@@ -58,9 +61,21 @@ impl Destination {
         self.format.unwrap_or_else(|| Format::of(&self.output))
     }
 
-    /// A line for the end of a summary: where the trace is, how large, and what opens it. Nothing if
-    /// it is no file.
+    /// Lines for the end of a summary: where the trace is, how large, and what opens it, and the same of
+    /// the picture. Nothing of what is no file.
     pub fn told(&self) -> Option<String> {
+        let flame = self.flame.as_ref().and_then(|path| {
+            let file = fs::metadata(path).ok().filter(Metadata::is_file)?;
+            let (path, size) = (path.display(), size(file.len()));
+            Some(format!("  flame  {path}, {size}; open it in a browser\n"))
+        });
+        match (self.trace_told(), flame) {
+            (None, None) => None,
+            (trace, flame) => Some(trace.unwrap_or_default() + &flame.unwrap_or_default()),
+        }
+    }
+
+    fn trace_told(&self) -> Option<String> {
         let Output::File(path) = &self.output else { return None };
         let file = fs::metadata(path).ok().filter(Metadata::is_file)?;
         let (path, size) = (path.display(), size(file.len()));
@@ -86,7 +101,8 @@ mod tests {
     fn the_form_is_the_one_asked_for_or_goes_by_the_files_name() {
         let columns = GraphColumns::default();
         let form = |output: &str, format| {
-            Destination { output: output.parse().unwrap(), format, columns, counts: None }.format()
+            let output = output.parse().unwrap();
+            Destination { output, format, columns, counts: None, flame: None }.format()
         };
         assert_eq!(form("-", None), Format::Ftrace);
         assert_eq!(form("a.dat/trace", None), Format::Ftrace);

@@ -12,6 +12,7 @@ use std::str::FromStr;
 use anyhow::{Context, Result, ensure};
 
 mod counts;
+mod flame;
 mod format;
 mod latencies;
 mod nesting;

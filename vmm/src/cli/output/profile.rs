@@ -1,5 +1,8 @@
 //! Which functions took how long.
 
+use std::io;
+
+use super::flame::Flame;
 use super::nesting::{Nesting, UNKNOWN};
 use patcher::trace::sink::Event;
 
@@ -8,6 +11,7 @@ use patcher::trace::sink::Event;
 pub struct Profile {
     nesting: Nesting,
     times: Vec<Times>,
+    flame: Option<Flame>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -31,9 +35,25 @@ pub struct FunctionTime {
 }
 
 impl Profile {
+    /// One of which a picture is made as well, if there is one to be made.
+    pub fn new(flame: Option<Flame>) -> Self {
+        Self { flame, ..Self::default() }
+    }
+
+    /// Draws the picture, if there is one to be made.
+    ///
+    /// # Errors
+    /// What writing says.
+    pub fn draw(&mut self) -> io::Result<()> {
+        self.flame.as_mut().map_or(Ok(()), |flame| flame.draw(&self.nesting))
+    }
+
     /// Takes an event.
     pub fn event(&mut self, event: &Event<'_>) {
         let Some(closed) = self.nesting.event(event) else { return };
+        if let Some(flame) = &mut self.flame {
+            flame.add(event.task.and_then(|task| task.comm), &closed);
+        }
         let Some((&function, callers)) = closed.path.split_last() else { return };
         if function == UNKNOWN {
             return;

@@ -15,6 +15,7 @@ use patcher::trace::sink::{
 use vmm::control::protocol::{Counted, Measured};
 
 use super::counts::CountText;
+use super::flame::Flame;
 use super::latencies::LatencyText;
 use super::profile::Profile;
 use super::stream::Out;
@@ -29,6 +30,8 @@ pub struct Records {
     on_stdout: bool,
     /// Of a trace of returns: which functions took how long.
     profile: Option<Profile>,
+    /// The picture that is to be made of that, until the trace begins.
+    flame: Option<Flame>,
 }
 
 enum Writing {
@@ -91,7 +94,16 @@ impl Records {
             },
         };
         let on_stdout = to.output == Output::Stdout;
-        Ok(Self { writing, file: kept, name, on_stdout, profile: None })
+        let flame = to.flame.as_ref().map(|path| {
+            let output = match &to.output {
+                Output::File(output) => Some(output.as_path()),
+                Output::Stdout => None,
+            };
+            let others: Vec<&Path> = inputs.iter().copied().chain(output).collect();
+            Flame::open(path, &others)
+        });
+        let flame = flame.transpose()?;
+        Ok(Self { writing, file: kept, name, on_stdout, profile: None, flame })
     }
 
     /// Whether the records go to standard output.
@@ -162,7 +174,9 @@ impl Sink for Records {
         if let Some(file) = &self.file {
             file.set_len(0)?;
         }
-        self.profile = (beginning.tracer == Tracer::Graph).then(Profile::default);
+        let mut flame = self.flame.take();
+        flame.iter_mut().for_each(|flame| flame.begin(beginning.release));
+        self.profile = (beginning.tracer == Tracer::Graph).then(|| Profile::new(flame));
         self.sink().begin(beginning)
     }
 
@@ -188,7 +202,8 @@ impl Sink for Records {
     }
 
     fn end(&mut self, written: u64, entries: u64) -> io::Result<()> {
-        self.sink().end(written, entries)
+        self.sink().end(written, entries)?;
+        self.profile.as_mut().map_or(Ok(()), Profile::draw)
     }
 }
 
@@ -226,7 +241,8 @@ mod tests {
 
     fn to(path: &Path, format: Format) -> Destination {
         let (format, columns) = (Some(format), GraphColumns::default());
-        Destination { output: Output::File(path.to_owned()), format, columns, counts: None }
+        let output = Output::File(path.to_owned());
+        Destination { output, format, columns, counts: None, flame: None }
     }
 
     #[test]
