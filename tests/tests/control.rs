@@ -13,6 +13,7 @@ use guest_images::{Series, kernel};
 use serde_json::Value;
 use tests::emulated::{self, LONG, said, signal, wait_until};
 use tests::lab::{Trace, vmm};
+use vmm::control::protocol::VERSION;
 
 /// A directory of a test's own, with the control sockets of its guests in it; whatever still runs is
 /// killed when the test ends.
@@ -146,7 +147,7 @@ fn answer(socket: &Path, words: &[u8]) -> String {
 
 /// Whatever is said on the socket, the guest's process answers with an error and lives on.
 fn abuse(socket: &Path) {
-    let hello = b"{\"vmm\":\"control\",\"versions\":[3]}\n";
+    let hello = format!("{{\"vmm\":\"control\",\"versions\":[{VERSION}]}}\n").into_bytes();
     let after_hello = |words: &[u8]| [&hello[..], words].concat();
     for (words, kind) in [
         (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "malformed"),

@@ -201,6 +201,31 @@ impl Labels {
     }
 }
 
+/// Conditions of every kind, for tests of what architectures make of them.
+#[cfg(test)]
+pub(super) fn everything() -> Conditions {
+    let compare = |place, bytes, signed, operator, value| Comparison {
+        place,
+        bytes,
+        signed,
+        operator,
+        value,
+    };
+    Conditions {
+        pids: vec![42, 0x1_0001],
+        comm: CommBytes::new("kworker/0"),
+        any: vec![
+            vec![
+                compare(GatedValue::Register(2), 4, true, Operator::Greater, 4096),
+                compare(GatedValue::Register(4), 1, false, Operator::NotEqual, 7),
+            ],
+            vec![compare(GatedValue::Stack(8), 8, false, Operator::AnyBit, 1 << 40)],
+        ],
+        one_in: Some(10),
+        rate: Some(Rate { every: 1000, slack: 1 << 33 }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

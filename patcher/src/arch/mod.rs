@@ -20,6 +20,8 @@ pub mod aarch64;
 mod calling;
 pub mod gate;
 mod layout;
+#[cfg(test)]
+mod listing;
 pub mod paging;
 pub mod relocation;
 pub mod s390x;

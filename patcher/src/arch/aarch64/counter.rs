@@ -64,31 +64,19 @@ pub(super) fn assemble_thunks(
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
     use crate::arch::ReturnForm;
+    use crate::arch::listing::aarch64 as listing;
 
     const AT: Gva = Gva(0xffff_924e_9fa0_0000);
     const COUNTERS: Counters = Counters(Gva(0xffff_924e_9fc0_0000));
-
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().arm64().mode(arch::arm64::ArchMode::Arm).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        let text =
-            |i: &capstone::Insn<'_>| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap());
-        instructions.iter().map(text).collect()
-    }
 
     #[test]
     fn the_code_is_what_its_comments_say() {
         let go_on = Then::GoOn { behind: 0, form: ReturnForm::Plain };
         let code = assemble(AT, COUNTERS, go_on).unwrap();
         assert_eq!(
-            listing(&code),
+            listing(&code, AT),
             [
                 "stp x10, x11, [sp, #-0x20]!",
                 "adrp x17, #0xffff924e9fc00000",
@@ -109,7 +97,7 @@ mod tests {
     fn each_thunk_has_its_own_counters_number_and_all_lead_to_the_same_code() {
         let counter = AT + 0x1000;
         let thunks = Thunks { counters: COUNTERS, first: 40_000, stride: 1, to: counter };
-        let listing = listing(&assemble_thunks(AT, &thunks).unwrap());
+        let listing = listing(&assemble_thunks(AT, &thunks).unwrap(), AT);
         assert_eq!(listing.len(), 2 * IN_BLOCK);
         for (index, thunk) in listing.chunks(2).enumerate() {
             let number = format!("mov x16, #{:#x}", 40_000 + index);

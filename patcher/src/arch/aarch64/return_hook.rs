@@ -304,9 +304,8 @@ pub(super) fn assemble_stub(at: Gva, exit: Gva) -> Result<[u8; 8], OutOfReach> {
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
+    use crate::arch::listing::aarch64 as listing;
     use crate::arch::{PidPlace, ReturnForm, TaskPlaces, Then};
     use crate::region::{Histograms, RECORD_RETURN, ReturnPool, RingLayout};
 
@@ -314,25 +313,13 @@ mod tests {
     const POOL: ReturnPool =
         ReturnPool { at: Gva(0xffff_924e_9ff0_0000), stubs: Gva(0xffff_924e_9fa1_0000) };
 
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().arm64().mode(arch::arm64::ArchMode::Arm).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        instructions
-            .iter()
-            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
-            .collect()
-    }
-
     #[test]
     fn the_code_is_what_its_comments_say() {
         let then = Then::GoOn { behind: 0, form: ReturnForm::Plain };
         let hook =
             ReturnHook { cpu_number: 0x10, pool: POOL, clock: true, duties: RECORD_RETURN, then };
         assert_eq!(
-            listing(&assemble_hook(&hook, AT).unwrap()),
+            listing(&assemble_hook(&hook, AT).unwrap(), AT),
             [
                 "stp x10, x11, [sp, #-0x20]!",
                 "stp x12, x13, [sp, #0x10]",
@@ -401,7 +388,7 @@ mod tests {
             returns: ReturnForm::Plain,
         };
         assert_eq!(
-            listing(&assemble_exit(&exit, AT).unwrap()),
+            listing(&assemble_exit(&exit, AT).unwrap(), AT),
             [
                 "stp x10, x11, [sp, #-0x30]!",
                 "stp x12, x13, [sp, #0x10]",
@@ -499,7 +486,7 @@ mod tests {
             ]
         );
         let stub = assemble_stub(AT, AT + 0x800).unwrap();
-        assert_eq!(listing(&stub)[0], "bl #0xffff924e9fa00800");
+        assert_eq!(listing(&stub, AT)[0], "bl #0xffff924e9fa00800");
         assert!(assemble_stub(AT, AT + (8 << 30)).is_err());
     }
 }

@@ -183,11 +183,10 @@ pub(super) fn scaled(offset: i32, size: u32) -> Result<u32, OutOfReach> {
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
     use crate::arch::ArgumentWords;
     use crate::arch::ReturnForm;
+    use crate::arch::listing::aarch64 as listing;
     use crate::region::RingLayout;
 
     const AT: Gva = Gva(0xffff_924e_9fa0_0000);
@@ -206,23 +205,11 @@ mod tests {
         }
     }
 
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().arm64().mode(arch::arm64::ArchMode::Arm).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        instructions
-            .iter()
-            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
-            .collect()
-    }
-
     #[test]
     fn the_code_is_what_its_comments_say() {
         let code = assemble(&logger(AT + (2 << 20)), AT).unwrap();
         assert_eq!(
-            listing(&code),
+            listing(&code, AT),
             [
                 "stp x10, x11, [sp, #-0x20]!",
                 "str x12, [sp, #0x10]",
@@ -267,7 +254,7 @@ mod tests {
     fn without_a_clock_the_time_is_zero() {
         let mut logger = logger(AT + (2 << 20));
         logger.clock = false;
-        let listing = listing(&assemble(&logger, AT).unwrap());
+        let listing = listing(&assemble(&logger, AT).unwrap(), AT);
         assert!(listing.contains(&"mov x16, xzr".to_owned()), "{listing:?}");
         assert!(!listing.iter().any(|line| line.starts_with("mrs x16, cnt")), "{listing:?}");
     }
@@ -275,7 +262,7 @@ mod tests {
     #[test]
     fn what_is_not_known_of_tasks_is_recorded_as_zero() {
         let logger = Logger { task: TaskPlaces::default(), ..logger(AT + (2 << 20)) };
-        let listing = listing(&assemble(&logger, AT).unwrap());
+        let listing = listing(&assemble(&logger, AT).unwrap(), AT);
         for zero in ["mov w10, wzr", "mov w12, wzr"] {
             assert!(listing.contains(&zero.to_owned()), "{listing:?}");
         }
@@ -285,7 +272,7 @@ mod tests {
     fn another_piece_of_code_is_entered_as_this_one_was() {
         let then = Then::Next(AT + 0x1000);
         let code = assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).unwrap();
-        let listing = listing(&code);
+        let listing = listing(&code, AT);
         let next = format!("b #{:#x}", AT.0 + 0x1000);
         assert_eq!(listing[listing.len() - 2..], ["ldp x10, x11, [sp], #0x20".into(), next]);
         let then = Then::Next(AT + (129 << 20));
@@ -295,7 +282,7 @@ mod tests {
     #[test]
     fn rings_on_either_side_are_named() {
         for base in [AT - (3 << 20), AT + (3 << 30), AT - (3 << 30)] {
-            let listing = listing(&assemble(&logger(base), AT).unwrap());
+            let listing = listing(&assemble(&logger(base), AT).unwrap(), AT);
             assert_eq!(listing[4], format!("adrp x17, #{:#x}", base.0));
         }
     }

@@ -71,31 +71,19 @@ pub(super) fn assemble_thunks(
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
     use crate::arch::ReturnForm;
+    use crate::arch::listing::s390x as listing;
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
     const COUNTERS: Counters = Counters(Gva(0x3ff_faaf_8000));
-
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().sysz().mode(arch::sysz::ArchMode::Default).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        let text =
-            |i: &capstone::Insn<'_>| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap());
-        instructions.iter().map(text).collect()
-    }
 
     #[test]
     fn the_code_is_what_its_comments_say() {
         let go_on = Then::GoOn { behind: 0, form: ReturnForm::Plain };
         let code = assemble(AT, COUNTERS, go_on).unwrap();
         assert_eq!(
-            listing(&code),
+            listing(&code, AT),
             [
                 "stmg %r2, %r4, 0x10(%r15)",
                 "sllg %r3, %r1, 3",
@@ -117,7 +105,7 @@ mod tests {
         let counter = AT + 0x1000;
         let thunks = Thunks { counters: COUNTERS, first: 40_000, stride: 1, to: counter };
         let block = assemble_thunks(AT, &thunks).unwrap();
-        let listing = listing(&block[..usize::from(EXIT) + 6]);
+        let listing = listing(&block[..usize::from(EXIT) + 6], AT);
         let exit = AT.0 + u64::from(EXIT);
         for index in 0..usize::from(IN_BLOCK) {
             assert_eq!(listing[2 * index], format!("llill %r1, {:#x}", 40_000 + index));

@@ -171,26 +171,13 @@ pub(super) fn assemble_stub(at: Gva, exit: Gva) -> Result<[u8; 8], OutOfReach> {
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
+    use crate::arch::listing::s390x as listing;
     use crate::arch::{PidPlace, TaskPlaces, Then};
     use crate::region::{Histograms, RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
     const POOL: ReturnPool = ReturnPool { at: Gva(0x3ff_faa0_0000), stubs: Gva(0x3ff_fa90_0000) };
-
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().sysz().mode(arch::sysz::ArchMode::Default).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        instructions
-            .iter()
-            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
-            .collect()
-    }
 
     #[test]
     fn the_code_is_what_its_comments_say() {
@@ -198,7 +185,7 @@ mod tests {
         let hook =
             ReturnHook { cpu_number: 0x3a0, pool: POOL, clock: true, duties: RECORD_RETURN, then };
         assert_eq!(
-            listing(&assemble_hook(&hook, AT).unwrap()),
+            listing(&assemble_hook(&hook, AT).unwrap(), AT),
             [
                 "stmg %r2, %r5, 0x10(%r15)",
                 "llgf %r2, 0x3a0",
@@ -256,7 +243,7 @@ mod tests {
             returns: ReturnForm::Plain,
         };
         assert_eq!(
-            listing(&assemble_exit(&exit, AT).unwrap()),
+            listing(&assemble_exit(&exit, AT).unwrap(), AT),
             [
                 "stmg %r2, %r5, 0x10(%r15)",
                 "lgr %r3, %r1",
@@ -349,7 +336,7 @@ mod tests {
             ]
         );
         let stub = assemble_stub(AT, AT + 0x800).unwrap();
-        assert_eq!(listing(&stub)[0], "brasl %r1, 0x3fffa8f8800");
+        assert_eq!(listing(&stub, AT)[0], "brasl %r1, 0x3fffa8f8800");
         assert!(assemble_stub(AT, AT + (8 << 30)).is_err());
     }
 }

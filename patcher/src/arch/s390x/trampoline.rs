@@ -175,10 +175,9 @@ pub(super) fn displacement(value: i32) -> Result<[u16; 2], OutOfReach> {
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
     use crate::arch::ArgumentWords;
+    use crate::arch::listing::s390x as listing;
 
     const AT: Gva = Gva(0x3ff_fa8f_8000);
 
@@ -193,24 +192,12 @@ mod tests {
         }
     }
 
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().sysz().mode(arch::sysz::ArchMode::Default).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        instructions
-            .iter()
-            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()))
-            .collect()
-    }
-
     #[test]
     fn the_code_is_what_its_comments_say() {
         let base = AT + (2 << 20);
         let code = assemble(&logger(base), AT).unwrap();
         assert_eq!(
-            listing(&code),
+            listing(&code, AT),
             [
                 "stmg %r2, %r4, 0x10(%r15)",
                 "llgf %r2, 0x3a0",
@@ -251,13 +238,13 @@ mod tests {
         let mut logger = logger(AT + (2 << 20));
         logger.clock = false;
         let code = assemble(&logger, AT).unwrap();
-        assert!(listing(&code).contains(&"mvghi 0(%r1), 0".to_owned()));
+        assert!(listing(&code, AT).contains(&"mvghi 0(%r1), 0".to_owned()));
     }
 
     #[test]
     fn what_is_not_known_of_tasks_is_recorded_as_zero() {
         let logger = Logger { task: TaskPlaces::default(), ..logger(AT + (2 << 20)) };
-        let listing = listing(&assemble(&logger, AT).unwrap());
+        let listing = listing(&assemble(&logger, AT).unwrap(), AT);
         assert_eq!(listing.iter().filter(|line| *line == "lghi %r2, 0").count(), 2, "{listing:?}");
         assert_eq!(listing.iter().filter(|line| line.starts_with("llgf %r2")).count(), 1);
     }
@@ -267,7 +254,7 @@ mod tests {
         let then = Then::GoOn { behind: 18, form: ReturnForm::Plain };
         let logger = Logger { then, ..logger(AT + (2 << 20)) };
         let code = assemble(&logger, AT).unwrap();
-        let listing = listing(&code);
+        let listing = listing(&code, AT);
         assert_eq!(listing[listing.len() - 2..], ["la %r1, 0x12(%r1)", "br %r1"]);
     }
 
@@ -275,7 +262,7 @@ mod tests {
     fn another_piece_of_code_is_entered_as_this_one_was() {
         let then = Then::Next(AT + 0x1000);
         let code = assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).unwrap();
-        let listing = listing(&code);
+        let listing = listing(&code, AT);
         let next = format!("jg {:#x}", AT.0 + 0x1000);
         assert_eq!(listing[listing.len() - 2..], ["lmg %r2, %r4, 0x10(%r15)".into(), next]);
     }
@@ -284,7 +271,7 @@ mod tests {
     fn where_functions_return_through_thunks_the_last_branch_is_executed_from_elsewhere() {
         let then = Then::GoOn { behind: 0, form: ReturnForm::Thunk(Gva(0x10_0000)) };
         let code = assemble(&Logger { then, ..logger(AT + (2 << 20)) }, AT).unwrap();
-        let listing = listing(&code);
+        let listing = listing(&code, AT);
         let [.., execute, trap, branch] = listing.as_slice() else { panic!("{listing:?}") };
         let end = AT.0 + code.len() as u64;
         assert_eq!(*execute, format!("exrl %r0, {:#x}", end - 2));

@@ -80,31 +80,18 @@ pub(super) fn assemble_thunks(
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
     use crate::arch::ReturnForm;
+    use crate::arch::listing::x86_64 as listing;
     use crate::region::Counters;
 
     const AT: Gva = Gva(0xffff_ffff_be00_0000);
-
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().x86().mode(arch::x86::ArchMode::Mode64).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        let text = |i: &capstone::Insn<'_>| {
-            format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned()
-        };
-        instructions.iter().map(text).collect()
-    }
 
     #[test]
     fn the_code_is_what_its_comments_say() {
         let code = assemble(AT, Then::GoOn { behind: 0, form: ReturnForm::Plain }).unwrap();
         assert_eq!(
-            listing(&code),
+            listing(&code, AT),
             [
                 "push rax",
                 "lahf",
@@ -129,7 +116,7 @@ mod tests {
         let thunks =
             Thunks { counters: Counters(AT + (2 << 20)), first: 34, stride: 1, to: counter };
         let block = assemble_thunks(AT, &thunks).unwrap();
-        let listing = listing(&block);
+        let listing = listing(&block, AT);
         let (counters, exit) = (AT.0 + (2 << 20) + 34 * 8, AT.0 + u64::from(EXIT));
         for index in 0..usize::from(IN_BLOCK) {
             let pushed = counters as i64 + 8 * index as i64;

@@ -278,26 +278,13 @@ impl Code {
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
-    use crate::arch::gate::CommBytes;
+    use crate::arch::gate::everything;
+    use crate::arch::listing::x86_64 as listing;
     use crate::arch::{GatePlaces, ReturnForm, Then};
     use crate::region::Counters;
 
     const AT: Gva = Gva(0xffff_ffff_be00_0000);
-
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().x86().mode(arch::x86::ArchMode::Mode64).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        let text = |i: &capstone::Insn<'_>| {
-            format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned()
-        };
-        instructions.iter().map(text).collect()
-    }
 
     fn gate(conditions: &Conditions) -> Vec<String> {
         let gate = Gate {
@@ -310,33 +297,13 @@ mod tests {
             pass: Then::Next(AT + 0x1000),
             away: Then::GoOn { behind: 0, form: ReturnForm::Plain },
         };
-        listing(&assemble(AT, &gate).unwrap())
+        listing(&assemble(AT, &gate).unwrap(), AT)
     }
 
     #[test]
     fn the_code_is_what_its_comments_say() {
-        let compare = |place, bytes, signed, operator, value| Comparison {
-            place,
-            bytes,
-            signed,
-            operator,
-            value,
-        };
-        let conditions = Conditions {
-            pids: vec![42, 0x1_0001],
-            comm: CommBytes::new("kworker/0"),
-            any: vec![
-                vec![
-                    compare(GatedValue::Register(2), 4, true, Operator::Greater, 4096),
-                    compare(GatedValue::Register(4), 1, false, Operator::NotEqual, 7),
-                ],
-                vec![compare(GatedValue::Stack(8), 8, false, Operator::AnyBit, 1 << 40)],
-            ],
-            one_in: Some(10),
-            rate: Some(Rate { every: 1000, slack: 1 << 33 }),
-        };
         assert_eq!(
-            gate(&conditions),
+            gate(&everything()),
             [
                 "push rax",
                 "lahf",

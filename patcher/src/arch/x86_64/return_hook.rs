@@ -239,27 +239,14 @@ pub(super) fn assemble_stub(at: Gva, exit: Gva) -> Result<[u8; 8], OutOfReach> {
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
+    use crate::arch::listing::x86_64 as listing;
     use crate::arch::{ReturnForm, TaskPlaces, Then};
     use crate::region::{Histograms, RECORD_RETURN, ReturnPool, RingLayout};
 
     const AT: Gva = Gva(0xffff_ffff_be00_0000);
     const POOL: ReturnPool =
         ReturnPool { at: Gva(0xffff_ffff_be50_0000), stubs: Gva(0xffff_ffff_be01_0000) };
-
-    fn listing(code: &[u8]) -> Vec<String> {
-        let capstone =
-            Capstone::new().x86().mode(arch::x86::ArchMode::Mode64).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, AT.0).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        instructions
-            .iter()
-            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
-            .collect()
-    }
 
     #[test]
     fn the_code_is_what_its_comments_say() {
@@ -272,7 +259,7 @@ mod tests {
             then,
         };
         assert_eq!(
-            listing(&assemble_hook(&hook, AT).unwrap()),
+            listing(&assemble_hook(&hook, AT).unwrap(), AT),
             [
                 "push rax",
                 "pushfq",
@@ -344,7 +331,7 @@ mod tests {
             returns: ReturnForm::Plain,
         };
         assert_eq!(
-            listing(&assemble_exit(&exit, AT).unwrap()),
+            listing(&assemble_exit(&exit, AT).unwrap(), AT),
             [
                 "push rax",
                 "pushfq",
@@ -435,7 +422,7 @@ mod tests {
             ]
         );
         let stub = assemble_stub(AT, AT + 0x800).unwrap();
-        assert_eq!(listing(&stub)[0], "call 0xffffffffbe000800");
+        assert_eq!(listing(&stub, AT)[0], "call 0xffffffffbe000800");
         assert!(assemble_stub(AT, AT + (8 << 30)).is_err());
     }
 }

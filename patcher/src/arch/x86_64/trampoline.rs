@@ -161,9 +161,8 @@ pub(super) fn append_then(code: &mut Vec<u8>, at: Gva, then: Then) -> Result<(),
 
 #[cfg(test)]
 mod tests {
-    use capstone::prelude::*;
-
     use super::*;
+    use crate::arch::listing::x86_64 as listing;
     use crate::arch::{ArgumentWords, TaskPlaces};
     use crate::region::RingLayout;
 
@@ -181,24 +180,12 @@ mod tests {
         }
     }
 
-    fn listing(code: &[u8], at: u64) -> Vec<String> {
-        let capstone =
-            Capstone::new().x86().mode(arch::x86::ArchMode::Mode64).build().expect("capstone");
-        let instructions = capstone.disasm_all(code, at).expect("disassembly");
-        let decoded: usize = instructions.iter().map(|i| i.len()).sum();
-        assert_eq!(decoded, code.len(), "the code decodes to its end");
-        instructions
-            .iter()
-            .map(|i| format!("{} {}", i.mnemonic().unwrap(), i.op_str().unwrap()).trim().to_owned())
-            .collect()
-    }
-
     #[test]
     fn the_code_is_what_its_comments_say() {
         let at = Gva(0xffff_ffff_be00_0000);
         let code = assemble(&logger(ReturnForm::Plain), at).unwrap();
         assert_eq!(
-            listing(&code, at.0),
+            listing(&code, at),
             [
                 "push rax",
                 "pushfq",
@@ -253,7 +240,7 @@ mod tests {
     fn without_a_clock_the_time_is_zero() {
         let logger = Logger { clock: false, ..logger(ReturnForm::Plain) };
         let at = Gva(0xffff_ffff_be00_0000);
-        let listing = listing(&assemble(&logger, at).unwrap(), at.0);
+        let listing = listing(&assemble(&logger, at).unwrap(), at);
         assert!(listing.contains(&"mov qword ptr [rcx + rdx - 0x41df0000], 0".to_owned()));
         assert!(!listing.contains(&"rdtsc".to_owned()), "{listing:?}");
     }
@@ -262,7 +249,7 @@ mod tests {
     fn what_is_not_known_of_tasks_is_recorded_as_zero() {
         let logger = Logger { task: TaskPlaces::default(), ..logger(ReturnForm::Plain) };
         let at = Gva(0xffff_ffff_be00_0000);
-        let listing = listing(&assemble(&logger, at).unwrap(), at.0);
+        let listing = listing(&assemble(&logger, at).unwrap(), at);
         let zeros = listing.iter().filter(|line| *line == "xor eax, eax").count();
         let by_gs = listing.iter().filter(|line| line.contains("gs:")).count();
         assert_eq!((zeros, by_gs), (2, 1), "{listing:?}");
@@ -273,7 +260,7 @@ mod tests {
         let at = Gva(0xffff_ffff_be00_0000);
         let thunk = Gva(0xffff_ffff_8222_2260);
         let code = assemble(&logger(ReturnForm::Thunk(thunk)), at).unwrap();
-        let listing = listing(&code, at.0);
+        let listing = listing(&code, at);
         assert_eq!(listing[listing.len() - 2..], [format!("jmp {:#x}", thunk.0), "int3".into()]);
     }
 
@@ -283,7 +270,7 @@ mod tests {
         let next = Gva(0xffff_ffff_be00_1000);
         let then = Then::Next(next);
         let code = assemble(&Logger { then, ..logger(ReturnForm::Plain) }, at).unwrap();
-        let listing = listing(&code, at.0);
+        let listing = listing(&code, at);
         let end = listing.len() - 3;
         assert_eq!(listing[end..], ["pop rax".into(), format!("jmp {:#x}", next.0), "int3".into()]);
     }
@@ -306,7 +293,7 @@ mod tests {
         let arguments = ArgumentWords::new(convention, 3, 2);
         let logger = Logger { arguments, ..logger(ReturnForm::Plain) };
         let at = Gva(0xffff_ffff_be00_0000);
-        let code = listing(&assemble(&logger, at).unwrap(), at.0);
+        let code = listing(&assemble(&logger, at).unwrap(), at);
         assert_eq!(
             code[5..38],
             [
