@@ -90,11 +90,15 @@ fn main() {
     let kinds = [
         ("bare call", with.function(Pad::Bare)),
         ("pad disabled", with.function(Pad::Idle)),
-        ("filtered out", with.function(Pad::Idle)),
+        ("left out by name", with.function(Pad::Idle)),
+        ("left out by task", with.function(Pad::TurnedAway)),
         ("record without clock", without.function(Pad::Armed)),
         ("record with clock", with.function(Pad::Armed)),
         ("no task, no clock", less_without.function(Pad::Armed)),
         ("no task, with clock", less_with.function(Pad::Armed)),
+        ("counted, and recorded", with.function(Pad::Counted)),
+        ("recorded, and its return", with.function(Pad::Returning)),
+        ("measured", with.function(Pad::Measured)),
     ];
     let mut times: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     for _ in 0..batches {
@@ -107,8 +111,12 @@ fn main() {
     for (name, _) in kinds {
         let note = match name {
             "pad disabled" => "1 instruction".to_owned(),
-            // A filter decides what is armed: nothing is asked at a call.
-            "filtered out" => "a pad that is left alone; 1 instruction".to_owned(),
+            // A glob decides what is armed: nothing is asked at a call.
+            "left out by name" => "a pad that is left alone; 1 instruction".to_owned(),
+            "left out by task" => "a gate asks for the task's number, and counts".to_owned(),
+            "counted, and recorded" => "with clock".to_owned(),
+            "recorded, and its return" => "two records with clock, and a slot".to_owned(),
+            "measured" => "a slot, and the clock twice; nothing is recorded".to_owned(),
             "record without clock" => format!("{less} instructions"),
             "record with clock" => format!("{more} instructions, of which rdtsc takes most"),
             "no task, no clock" | "no task, with clock" => {

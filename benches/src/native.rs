@@ -50,6 +50,13 @@ pub const COUNTER: u32 = 2;
 const GATE_AT: usize = 4096;
 const GATE_THUNKS_AT: usize = 6144;
 
+/// Where the gate is that turns every call away, by its task's number, and the thunks that lead there.
+const CLOSED_GATE_AT: usize = 5120;
+const CLOSED_GATE_THUNKS_AT: usize = 6400;
+
+/// The first of that gate's counters.
+const CLOSED_COUNTER: u32 = 128;
+
 /// The counter of the calls that the gate turns away.
 pub const TURNED_AWAY: u32 = 16;
 
@@ -115,6 +122,8 @@ pub enum Pad {
     Counted,
     /// A call of a thunk: only those calls are recorded that the gate lets through.
     Gated,
+    /// The same, of a gate that turns every call away by its task, if tasks are told.
+    TurnedAway,
     /// A call of what has the call measured, and records nothing.
     Measured,
     /// The same, and until it returns the clock is set back.
@@ -136,6 +145,7 @@ impl Pad {
             Pad::Measured => 448,
             Pad::Rewound => 512,
             Pad::Gated => 576,
+            Pad::TurnedAway => 640,
             Pad::Arguments => 640,
         }
     }
@@ -243,8 +253,15 @@ impl NativeGuest {
         let block =
             X86_64.assemble_thunks(thunks, &Thunks { counters, first: 0, stride: 1, to: counter });
         code.write(THUNKS_AT, &block.map_err(io::Error::other)?);
-        let gated = write_gate(&mut code, counters, task.pid, trampoline);
+        // No CPU's task has that number.
+        let closed = Conditions { pids: vec![1], ..Conditions::default() };
+        let [gated, turned_away] = [
+            (gate_conditions(), GATE_AT, GATE_THUNKS_AT, TURNED_AWAY),
+            (closed, CLOSED_GATE_AT, CLOSED_GATE_THUNKS_AT, CLOSED_COUNTER),
+        ]
+        .map(|gate| write_gate(&mut code, counters, task.pid, trampoline, gate));
         let gated = gated.map_err(io::Error::other)?;
+        let turned_away = turned_away.map_err(io::Error::other)?;
         let thunk = thunks + u64::from(COUNTER) * X86_64.thunk_shape().bytes;
         for pad in [
             Pad::Bare,
@@ -255,6 +272,7 @@ impl NativeGuest {
             Pad::Tail,
             Pad::Counted,
             Pad::Gated,
+            Pad::TurnedAway,
             Pad::Measured,
             Pad::Rewound,
             Pad::Arguments,
@@ -265,6 +283,7 @@ impl NativeGuest {
                 Pad::Counted => thunk,
                 Pad::Arguments => Gva(base + ARGUMENTS_AT as u64),
                 Pad::Gated => gated,
+                Pad::TurnedAway => turned_away,
                 Pad::Measured | Pad::Rewound => Gva(base + MEASURE_HOOK_AT as u64),
                 _ => returning,
             };
@@ -287,6 +306,7 @@ impl NativeGuest {
                 | Pad::Counted
                 | Pad::Measured
                 | Pad::Gated
+                | Pad::TurnedAway
                 | Pad::Arguments => &[&call, &[0xc3]],
                 Pad::Nested => &[&call, &inner, &[0xc3]],
                 Pad::Tail => &[&call, &inner],
@@ -360,16 +380,17 @@ impl NativeGuest {
     }
 }
 
-/// Writes the gate in front of the trampoline, and gives the thunk that leads there.
+/// Writes a gate in front of the trampoline, its code and its thunks at these offsets, and gives the first thunk,
+/// which has that counter.
 fn write_gate(
     code: &mut LowMemory,
     counters: Counters,
     pid: Option<PidPlace>,
     trampoline: Gva,
+    (conditions, gate_at, thunks_at, first): (Conditions, usize, usize, u32),
 ) -> Result<Gva, OutOfReach> {
     let at = |offset: usize| Gva(code.address() + offset as u64);
-    let (to, thunks) = (at(GATE_AT), at(GATE_THUNKS_AT));
-    let conditions = gate_conditions();
+    let (to, thunks) = (at(gate_at), at(thunks_at));
     let gate = Gate {
         conditions: &conditions,
         counters,
@@ -378,11 +399,11 @@ fn write_gate(
         away: Then::GoOn { behind: 0, form: ReturnForm::Plain },
     };
     let stride = conditions.cells();
-    let thunks_of = Thunks { counters, first: TURNED_AWAY, stride, to };
+    let thunks_of = Thunks { counters, first, stride, to };
     let (gate, block) =
         (X86_64.assemble_gate(to, &gate)?, X86_64.assemble_thunks(thunks, &thunks_of)?);
-    code.write(GATE_AT, &gate);
-    code.write(GATE_THUNKS_AT, &block);
+    code.write(gate_at, &gate);
+    code.write(thunks_at, &block);
     Ok(thunks)
 }
 
