@@ -145,7 +145,7 @@ impl Pad {
             Pad::Measured => 448,
             Pad::Rewound => 512,
             Pad::Gated => 576,
-            Pad::TurnedAway => 640,
+            Pad::TurnedAway => 704,
             Pad::Arguments => 640,
         }
     }
