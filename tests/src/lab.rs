@@ -208,7 +208,8 @@ impl<'a> Trace<'a> {
 
     /// Checks that one process of the workload that reads made all calls of a function, at any time but in
     /// interrupts, and gives its number. It takes a name of its own before the first of them, which is
-    /// noticed a moment later, as is where a kernel without a description of its types has its tasks.
+    /// noticed a moment later, as is where a kernel without a description of its types has its tasks. A
+    /// name that is just being set may be read while the second of its words is still the old one.
     ///
     /// # Panics
     /// It did not, or its name is not known.
@@ -218,7 +219,7 @@ impl<'a> Trace<'a> {
         let first = calls.next().unwrap_or_else(|| panic!("no call of {function}"));
         let mut name = first.comm;
         for line in [first].into_iter().chain(calls) {
-            let is_known = [name, "work", "proc-read"].contains(&line.comm);
+            let is_known = [name, "work", "proc-read", "proc-rea"].contains(&line.comm);
             assert!(is_known && line.pid == first.pid, "{line:?}");
             name = line.comm;
             let [irqs, _, interrupt, depth, _] = line.context.as_bytes() else {

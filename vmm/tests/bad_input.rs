@@ -221,8 +221,8 @@ fn what_is_no_recording_is_refused_and_one_is_not_written_over() {
     );
     let empty = folder.file("empty", b"");
     says(&refusal(report(&empty, &[]), 1), &["empty can't be read: it is no recording of vmm's"]);
-    let newer = folder.file("newer", b"\x89VMMREC\n\x03\0\0\0");
-    says(&refusal(report(&newer, &[]), 1), &["it is a recording of version 3"]);
+    let newer = folder.file("newer", b"\x89VMMREC\n\x63\0\0\0");
+    says(&refusal(report(&newer, &[]), 1), &["it is a recording of version 99"]);
     let mut recording = b"\x89VMMREC\n\x02\0\0\0".to_vec();
     let cut = folder.file("cut", &recording);
     says(&refusal(report(&cut, &[]), 1), &["it ends before it tells of which guest it is"]);
