@@ -90,7 +90,7 @@ impl Flame {
 
     /// The stacks, folded: a line each, as flame graphs are made of.
     fn folded(&self, functions: &Nesting) -> Vec<String> {
-        let line = |(stack, time): (&Box<[u32]>, &u64)| {
+        let line = |stack: &[u32], time: u64| {
             let (task, path) = stack.split_first()?;
             let mut line = match self.names.get(*task as usize) {
                 Some(task) => task.to_string(),
@@ -100,9 +100,10 @@ impl Flame {
                 line.push(';');
                 line.push_str(functions.text(*function));
             }
-            (*time > 0).then(|| format!("{line} {time}"))
+            (time > 0).then(|| format!("{line} {time}"))
         };
-        let mut lines: Vec<String> = self.stacks.iter().filter_map(line).collect();
+        let mut lines: Vec<String> =
+            self.stacks.iter().filter_map(|(stack, time)| line(stack, *time)).collect();
         if self.others_ns > 0 {
             lines.push(format!("[other stacks] {}", self.others_ns));
         }
