@@ -21,6 +21,7 @@ pub struct GateId(u32);
 #[derive(Debug, Default)]
 pub(super) struct KnownGates {
     known: Vec<Known>,
+    by_conditions: BTreeMap<Conditions, GateId>,
     /// Asked for once.
     comm: Option<Result<CommPlace, TaskPlaceError>>,
 }
@@ -48,19 +49,20 @@ impl Hooks<'_> {
     /// # Errors
     /// [`HookError::TaskUnknown`]: they ask for something of the task that can't be told in this kernel.
     pub fn gate(&mut self, conditions: &Conditions) -> Result<GateId, HookError> {
-        let known = &self.chains.gates.known;
-        if let Some(known) = known.iter().position(|known| known.conditions == *conditions) {
-            return Ok(GateId(known as u32));
+        if let Some(known) = self.chains.gates.by_conditions.get(conditions) {
+            return Ok(*known);
         }
         self.gate_places(conditions)?;
-        let known = &mut self.chains.gates.known;
-        known.push(Known {
+        let gates = &mut self.chains.gates;
+        let gate = GateId(gates.known.len() as u32);
+        gates.known.push(Known {
             conditions: conditions.clone(),
             runs: Vec::new(),
             used: 0,
             cells: BTreeMap::new(),
         });
-        Ok(GateId(known.len() as u32 - 1))
+        gates.by_conditions.insert(conditions.clone(), gate);
+        Ok(gate)
     }
 
     /// Where what conditions ask for of the task is.

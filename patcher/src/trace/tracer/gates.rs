@@ -1,7 +1,5 @@
 //! Which calls are traced of the functions of a client.
 
-use std::collections::BTreeMap;
-
 use crate::arch::gate::Conditions;
 use crate::hook::{GateId, HookError, Hooks, Want};
 use crate::kernel::Site;
@@ -23,11 +21,10 @@ impl Gated {
         if selection.counts || selection.measures {
             return Ok(Self(vec![None; sites.len()]));
         }
-        let mut known = BTreeMap::new();
         let gates: Result<Vec<_>, HookError> = (sites.iter())
             .map(|site| {
                 let conditions = selection.calls.as_ref().and_then(|calls| calls.of(&site.name));
-                gate_of(hooks, site, hooks.want(site.at), conditions, &mut known)
+                gate_of(hooks, site, hooks.want(site.at), conditions)
             })
             .collect();
         gates.map(Self)
@@ -67,18 +64,10 @@ fn gate_of(
     site: &Site,
     want: Want,
     conditions: Option<Conditions>,
-    known: &mut BTreeMap<Conditions, GateId>,
 ) -> Result<Option<GateId>, HookError> {
     let gate = match conditions.filter(|conditions| *conditions != Conditions::default()) {
         None => None,
-        Some(conditions) => Some(match known.get(&conditions) {
-            Some(gate) => *gate,
-            None => {
-                let gate = hooks.gate(&conditions)?;
-                known.insert(conditions, gate);
-                gate
-            }
-        }),
+        Some(conditions) => Some(hooks.gate(&conditions)?),
     };
     if want.traced.is_some() && want.gate != gate {
         return Err(HookError::OtherGate(site.name.clone()));
@@ -98,7 +87,7 @@ pub(super) fn later_gate(
     if conditions == Some(None) {
         return Ok(None);
     }
-    match gate_of(hooks, site, want, conditions.flatten(), &mut BTreeMap::new()) {
+    match gate_of(hooks, site, want, conditions.flatten()) {
         Ok(gate) => Ok(Some(gate)),
         Err(HookError::OtherGate(_)) => Ok(None),
         Err(error) => Err(error),
